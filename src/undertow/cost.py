@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mask import k_range
+from .mask import k_range, q_tiles
 from .problem import Problem
 
 
@@ -44,3 +44,33 @@ def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
     first = whole // 2
     second = max(smallest, 1 << (dim - first - 1).bit_length()) if dim > first else 0
     return (first, second) if first >= smallest and second and first + second < whole else (whole, 0)
+
+
+def tile_iterations(problem: Problem, block_m: int, block_n: int) -> int:
+    """(block_m, block_n) tiles of one head that hold a live pair, as a KV-outer kernel visits them."""
+    return sum(
+        len(q_tiles((j0, j0 + block_n), (sq, sk), problem.band, block_m))
+        for sq, sk in problem.segments
+        for j0 in range(0, sk, block_n)
+    )
+
+
+def mfma_per_tile(problem: Problem, block_m: int, block_n: int, mfma_k: int, gemms: tuple[int, int] = (3, 2)) -> int:
+    """16x16 matrix instructions of one tile, all waves: products of block_m * block_n * dim over 16 * 16 * mfma_k.
+
+    Raises:
+        ValueError: a product that is no whole number of instructions.
+    """
+    total = 0
+    for dim, times in zip((problem.head_dim_qk, problem.head_dim_v), gemms, strict=True):
+        multiply_adds, each = block_m * block_n * dim, 16 * 16 * mfma_k
+        if multiply_adds % each:
+            raise ValueError(f"a {block_m}x{block_n}x{dim} product is no whole number of 16x16x{mfma_k} instructions")
+        total += times * (multiply_adds // each)
+    return total
+
+
+def mfma_count(problem: Problem, block_m: int, block_n: int, mfma_k: int, gemms: tuple[int, int] = (3, 2)) -> int:
+    """Matrix instructions of a whole KV-outer backward, exactly: live tiles * heads * instructions a tile."""
+    tiles = tile_iterations(problem, block_m, block_n) * problem.nheads_q
+    return tiles * mfma_per_tile(problem, block_m, block_n, mfma_k, gemms)

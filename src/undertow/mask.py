@@ -36,3 +36,13 @@ def fully_live(rows: tuple[int, int], keys: tuple[int, int], seqlens: tuple[int,
     """Whether every pair of the tile is live, so that a kernel may skip the mask."""
     (i0, i1), (j0, j1) = rows, keys
     return all(live(i, j, *seqlens, band) for i, j in ((i0, j1 - 1), (i1 - 1, j0)))
+
+
+def q_tiles(keys: tuple[int, int], seqlens: tuple[int, int], band: Band, block_m: int) -> range:
+    """Indices of the query tiles of `block_m` rows that see any key of [j0, j1); empty where no key is left.
+
+    j1 may exceed seqlen_k, as the last key block of a segment does.
+    """
+    j0, j1 = keys[0], min(keys[1], seqlens[1])
+    lo, hi = q_range((j0, j1), *seqlens, band)
+    return range(lo // block_m, -(-hi // block_m)) if j0 < j1 and lo < hi else range(0)
