@@ -82,5 +82,6 @@ def dq_acc_buffer(p: Problem, *, zeroed: bool, written_by: str, read_by: str) ->
 
 def dsink_rows_buffer(p: Problem, *, written_by: str, read_by: str) -> Buffer:
     """Each query row's share of dsink, (nheads_q, total_q) fp32; zero where no row writes (gaps)."""
-    shape = (p.nheads_q, p.total_q)
-    return Buffer("dsink_rows", "hs", shape, "fp32", zeroed=True, written_by=written_by, read_by=read_by)
+    dense = (p.nheads_q, p.batch, p.max_seqlen_q)
+    axes, shape = ("hs", (p.nheads_q, p.total_q)) if p.is_packed else ("hbs", dense)
+    return Buffer("dsink_rows", axes, shape, "fp32", zeroed=True, written_by=written_by, read_by=read_by)

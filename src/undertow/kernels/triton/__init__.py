@@ -1,0 +1,72 @@
+"""Portable Triton kernels: forward, D, one fused KV-outer backward, rounding; NVIDIA sm_80+ and AMD."""
+
+from __future__ import annotations
+
+from ...problem import Problem
+from ...target import Target
+from ...workspace import WorkspacePlan, delta_buffer, dq_acc_buffer, dsink_rows_buffer
+from ..spec import Config, Kernel, Limit, Tensors
+from .configs import SMALLEST, STAGES, executed_dims, feasible, shared_bytes, stage_config
+
+ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "cpu"})
+
+
+def _smallest_fits(problem: Problem, target: Target) -> bool:
+    return all(feasible(problem, SMALLEST, target, stage) for stage in STAGES)
+
+
+LIMITS = (
+    Limit(
+        "arch is cpu, where Triton only interprets, for tests",
+        lambda p, t: t.arch != "cpu" or t.interpreter,
+        fix="set TRITON_INTERPRET=1 before the process starts",
+    ),
+    Limit(
+        "dtype fp32 at head dims {p.head_dim_qk}/{p.head_dim_v} needs more than {t.lds_bytes} bytes of shared memory",
+        _smallest_fits,
+        fix="use bf16 or fp16",
+    ),
+)
+
+
+def config(problem: Problem, target: Target, which: str) -> Config:
+    """The tiles of every stage, as switches of one Config; a deterministic call takes the two-kernel plan."""
+    stages = tuple((stage, stage_config(problem, target, stage)) for stage in STAGES)
+    return Config(switches=(*stages, ("fused", not problem.deterministic)))
+
+
+def plan_workspace(problem: Problem, config: Config) -> WorkspacePlan:
+    """delta; the fused plan also the packed fp32 dq_acc; a sink also its rows. The two-kernel plan owns its dq rows."""
+    buffers = [delta_buffer(problem, written_by="delta", read_by="dkdv, dq")]
+    if config.switch("fused"):
+        buffers.append(dq_acc_buffer(problem, zeroed=True, written_by="dkdv", read_by="round_dq"))
+    if problem.has_sink:
+        buffers.append(dsink_rows_buffer(problem, written_by="delta", read_by="sum"))
+    return WorkspacePlan(tuple(buffers))
+
+
+def _forward(problem: Problem, config: Config, tensors: Tensors) -> None:
+    from .host import forward
+
+    forward(problem, config, tensors)
+
+
+def _backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
+    from .host import backward
+
+    backward(problem, config, tensors, scratch)
+
+
+KERNEL = Kernel(
+    name="triton",
+    about="portable Triton: fused five-GEMM KV-outer with fp32 atomics; deterministic as two kernels, seven GEMMs",
+    archs=ARCHS,
+    limits=LIMITS,
+    config=config,
+    plan_workspace=plan_workspace,
+    forward=_forward,
+    backward=_backward,
+    executed_dims=executed_dims,
+)
+
+__all__ = ["KERNEL", "config", "plan_workspace", "shared_bytes"]

@@ -1,0 +1,175 @@
+"""Backward: one fused KV-outer kernel (five GEMMs, dQ accumulated), and the dQ-only kernel of the deterministic plan."""
+
+import triton
+import triton.language as tl
+
+from .chunks_device import (
+    LOG2E, add_tile, capped, diagonal, dot_add, dot_nt, keys_seen, load_tile, locate, row_offsets, rows_that_see,
+    scaled, segment, store_tile, visible, zero_gap, zero_tile,
+)  # fmt: skip
+
+
+@triton.jit
+def grad_scores(a, b, c, d, lse, delta, keep, scale, softcap, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """(p, ds) of a tile, fp32, for (a, b, c, d) = (q, k, do, v): [M, N], or for (k, q, v, do): both transposed, [N, M].
+
+    lse and delta broadcast over the tile; ds is without the softmax scale.
+    """
+    # 1 S = Q K^T
+    s, slope = capped(dot_nt(a, b, PRECISION), scale, softcap)
+    # 2 P = exp(S - LSE)
+    p = tl.exp2(s * LOG2E - lse * LOG2E)
+    if MASKED:
+        p = tl.where(keep, p, 0.0)
+    # 3 dP = dO V^T
+    dp = dot_nt(c, d, PRECISION)
+    # 4 dS = P (dP - D)
+    ds = p * (dp - delta)
+    if softcap is not None:
+        ds *= slope
+    return p, ds
+
+
+@triton.jit
+def sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, bounds, j, live_j, place, shift, window, scale, softcap,
+               BLOCK_M: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
+               QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
+               PRECISION: tl.constexpr):  # fmt: skip
+    """Fold the query tiles of [i_first, i_last) into (dk, dv), and add their dq to dq_acc where there is one."""
+    dk_acc, dv_acc = grads
+    i_first, i_last, i_end = bounds
+    b, h, start_q = place
+    for i0 in range(i_first, i_last, BLOCK_M):
+        i = i0 + tl.arange(0, BLOCK_M)  # [M]
+        live_i = (i < i_end) if MASKED else (i >= 0)
+        q_tile = load_tile(q, row_offsets(q, b, h, start_q + i), live_i, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
+        do_tile = load_tile(dout, row_offsets(dout, b, h, start_q + i), live_i, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
+        lse_i = tl.load(lse.ptr + row_offsets(lse, b, h, start_q + i), mask=live_i, other=0.0)  # [M]
+        delta_i = tl.load(delta.ptr + row_offsets(delta, b, h, start_q + i), mask=live_i, other=0.0)  # [M]
+        keep = visible(i[None, :], j[:, None], shift, window) & live_i[None, :] & live_j[:, None]  # [N, M]
+        p_t, ds_t = grad_scores(k_tile, q_tile, v_tile, do_tile, lse_i[None, :], delta_i[None, :], keep, scale, softcap,
+                                MASKED, PRECISION)  # fmt: skip
+        # 5 dV += P^T dO
+        dv_acc = dot_add(dv_acc, p_t.to(do_tile[0].dtype), do_tile, PRECISION)  # [N, DV]
+        ds_t = ds_t.to(q_tile[0].dtype)
+        # 6 dK += dS^T Q
+        dk_acc = dot_add(dk_acc, ds_t, q_tile, PRECISION)  # [N, DQK]
+        # 7 dQ += dS K
+        if dq_acc is not None:
+            dq_tile = dot_add(zero_tile(BLOCK_M, QK_LO, QK_HI), tl.trans(ds_t), k_tile, PRECISION)  # [M, DQK]
+            add_tile(dq_acc, row_offsets(dq_acc, b, h, start_q + i), live_i, dq_tile, HEAD_DIM_QK, QK_LO)
+    return dk_acc, dv_acc
+
+
+@triton.jit
+def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, window, scale, softcap, blocks,
+                GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
+                HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
+                TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dk, dv of one key tile, summed over the query heads of its group; with dq_acc also its share of dq.
+
+    lse is natural log with the scale folded in; delta is rowsum(dout * out) - dlse.
+
+    Grid: cdiv(max_seqlen_k, BLOCK_N) * nheads_kv * batch. Writes every row of dk and dv once, rows of gaps as 0; adds
+    to dq_acc (fp32, zero before; without the scale), if not None.
+    """
+    n_block, h_kv, b, n_blocks = locate(blocks)
+    start_q, seqlen_q, _ = segment(seqs_q, b, blocks.batch)
+    start_k, seqlen_k, room_k = segment(seqs_k, b, blocks.batch)
+    j0 = n_block * BLOCK_N
+    step = n_blocks * BLOCK_N
+    zero_gap(dk, b, h_kv, start_k, seqlen_k + j0, step, room_k, BLOCK_N, HEAD_DIM_QK, QK_LO, QK_HI)
+    zero_gap(dv, b, h_kv, start_k, seqlen_k + j0, step, room_k, BLOCK_N, HEAD_DIM_V, V_LO, V_HI)
+    if j0 >= seqlen_k:
+        return
+    j = j0 + tl.arange(0, BLOCK_N)  # [N]
+    live_j = j < seqlen_k
+    at = start_k + j
+    k_tile = load_tile(k, row_offsets(k, b, h_kv, at), live_j, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
+    v_tile = load_tile(v, row_offsets(v, b, h_kv, at), live_j, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
+    shift = diagonal(seqlen_q, seqlen_k, TOP_LEFT)
+    lo, hi, full_lo, full_hi = rows_that_see(j0, tl.minimum(j0 + BLOCK_N, seqlen_k), seqlen_q, shift, window)
+    full_hi = tl.where(j0 + BLOCK_N <= seqlen_k, full_hi, 0)  # a key tile with a tail is masked everywhere
+    head = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), BLOCK_M) * BLOCK_M, hi)
+    tail = head + tl.maximum(full_hi - head, 0) // BLOCK_M * BLOCK_M
+    grads = (zero_tile(BLOCK_N, QK_LO, QK_HI), zero_tile(BLOCK_N, V_LO, V_HI))
+    for g in range(GROUP):
+        place = (b, h_kv * GROUP + g, start_q)
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (lo, head, hi), j, live_j, place, shift,
+                           window, scale, softcap, BLOCK_M, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
+                           PRECISION)  # fmt: skip
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (head, tail, hi), j, live_j, place, shift,
+                           window, scale, softcap, BLOCK_M, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
+                           PRECISION)  # fmt: skip
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (tail, hi, hi), j, live_j, place, shift,
+                           window, scale, softcap, BLOCK_M, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
+                           PRECISION)  # fmt: skip
+    dk_acc, dv_acc = grads
+    store_tile(dk, row_offsets(dk, b, h_kv, at), live_j, scaled(dk_acc, scale), HEAD_DIM_QK, QK_LO)
+    store_tile(dv, row_offsets(dv, b, h_kv, at), live_j, dv_acc, HEAD_DIM_V, V_LO)
+
+
+@triton.jit
+def sweep_keys_dq(dq_acc, q_tile, do_tile, lse_i, delta_i, k, v, bounds, i, live_i, place, shift, window, scale, softcap,
+                  BLOCK_N: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
+                  QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
+                  PRECISION: tl.constexpr):  # fmt: skip
+    """Fold the key tiles of [j_first, j_last) into dq (without the scale)."""
+    j_first, j_last, j_end = bounds
+    b, h_kv, start_k = place
+    for j0 in range(j_first, j_last, BLOCK_N):
+        j = j0 + tl.arange(0, BLOCK_N)  # [N]
+        live_j = (j < j_end) if MASKED else (j >= 0)
+        k_tile = load_tile(k, row_offsets(k, b, h_kv, start_k + j), live_j, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
+        v_tile = load_tile(v, row_offsets(v, b, h_kv, start_k + j), live_j, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
+        keep = visible(i[:, None], j[None, :], shift, window) & live_i[:, None] & live_j[None, :]  # [M, N]
+        _, ds = grad_scores(q_tile, k_tile, do_tile, v_tile, lse_i[:, None], delta_i[:, None], keep, scale, softcap,
+                            MASKED, PRECISION)  # fmt: skip
+        # 7 dQ += dS K
+        dq_acc = dot_add(dq_acc, ds.to(k_tile[0].dtype), k_tile, PRECISION)  # [M, DQK]
+    return dq_acc
+
+
+@triton.jit
+def dq_kernel(q, k, v, dout, lse, delta, dq, seqs_q, seqs_k, window, scale, softcap, blocks,
+              GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+              HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
+              HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
+              TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dq of one query tile, owned by this program: no accumulator in memory, bitwise reproducible.
+
+    Grid: cdiv(max_seqlen_q, BLOCK_M) * nheads_q * batch. Writes every row of dq once, rows of gaps as 0.
+    """
+    m_block, h, b, m_blocks = locate(blocks)
+    start_q, seqlen_q, room_q = segment(seqs_q, b, blocks.batch)
+    start_k, seqlen_k, _ = segment(seqs_k, b, blocks.batch)
+    first = seqlen_q + m_block * BLOCK_M
+    zero_gap(dq, b, h, start_q, first, m_blocks * BLOCK_M, room_q, BLOCK_M, HEAD_DIM_QK, QK_LO, QK_HI)
+    m_block = m_blocks - 1 - m_block  # under a causal mask the last rows see the most keys: start them first
+    if m_block * BLOCK_M >= seqlen_q:
+        return
+    i0 = m_block * BLOCK_M
+    i = i0 + tl.arange(0, BLOCK_M)  # [M]
+    live_i = i < seqlen_q
+    shift = diagonal(seqlen_q, seqlen_k, TOP_LEFT)
+    lo_i, hi_i, _, _ = keys_seen(i, i + 1, seqlen_k, shift, window)
+    sees = live_i & (lo_i < hi_i)  # rows that see no key are not even loaded: their dout, lse may hold anything
+    at = start_q + i
+    q_tile = load_tile(q, row_offsets(q, b, h, at), sees, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
+    do_tile = load_tile(dout, row_offsets(dout, b, h, at), sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
+    lse_i = tl.load(lse.ptr + row_offsets(lse, b, h, at), mask=sees, other=0.0)  # [M]
+    delta_i = tl.load(delta.ptr + row_offsets(delta, b, h, at), mask=sees, other=0.0)  # [M]
+    lo, hi, full_lo, full_hi = keys_seen(i0, tl.minimum(i0 + BLOCK_M, seqlen_q), seqlen_k, shift, window)
+    head = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), BLOCK_N) * BLOCK_N, hi)
+    tail = head + tl.maximum(full_hi - head, 0) // BLOCK_N * BLOCK_N
+    acc = zero_tile(BLOCK_M, QK_LO, QK_HI)
+    place = (b, h // GROUP, start_k)
+    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (lo, head, hi), i, sees, place, shift, window, scale,
+                        softcap, BLOCK_N, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (head, tail, hi), i, sees, place, shift, window,
+                        scale, softcap, BLOCK_N, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
+                        PRECISION)  # fmt: skip
+    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (tail, hi, hi), i, sees, place, shift, window, scale,
+                        softcap, BLOCK_N, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+    store_tile(dq, row_offsets(dq, b, h, at), live_i, scaled(acc, scale), HEAD_DIM_QK, QK_LO)

@@ -1,0 +1,207 @@
+"""Device helpers: where a segment lies, which rows see it, and tiles whose head dim is one or two power-of-two chunks.
+
+A tile is a tuple of one or two tensors, so that 192 is 128 + 64 and nothing is multiplied that is not there. Arguments
+that are None (no window, no softcap, no seqused) remove their lines at compile time.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Seqs(NamedTuple):
+    """Segments of one side. Packed: int32 offsets (b+1), optional int32 lengths (b), rows allocated. Dense: a length."""
+
+    cu_seqlens: Any
+    seqused: Any
+    seqlen: Any
+    total: Any
+
+
+class Window(NamedTuple):
+    """The band `-left <= j - i - shift <= right`; None is unbounded."""
+
+    left: Any
+    right: Any
+
+
+class Blocks(NamedTuple):
+    """What a one-dimensional grid is made of; the tile index varies slowest, so that the longest tiles start first."""
+
+    nheads: Any
+    batch: Any
+
+
+@triton.jit
+def locate(blocks):
+    """(tile, head, batch, tiles a segment) of this program."""
+    pid = tl.program_id(0)
+    columns = blocks.nheads * blocks.batch
+    rest = pid % columns
+    return pid // columns, rest % blocks.nheads, rest // blocks.nheads, tl.num_programs(0) // columns
+
+
+@triton.jit
+def segment(seqs, b, batch):
+    """(first row, real length, rows up to the next segment or the end of the tensor) of segment b."""
+    if seqs.cu_seqlens is None:
+        return b * 0, b * 0 + seqs.seqlen, b * 0 + seqs.seqlen
+    else:
+        start = tl.load(seqs.cu_seqlens + b)
+        stop = tl.load(seqs.cu_seqlens + b + 1)
+        length = stop - start
+        if seqs.seqused is not None:
+            length = tl.load(seqs.seqused + b)
+        room = tl.where(b == batch - 1, seqs.total, stop) - start
+        return start, length, room
+
+
+@triton.jit
+def diagonal(seqlen_q, seqlen_k, TOP_LEFT: tl.constexpr):
+    """The key on the diagonal of query 0."""
+    if TOP_LEFT:
+        return seqlen_q * 0
+    else:
+        return seqlen_k - seqlen_q
+
+
+@triton.jit
+def rows_that_see(j0, j1, seqlen_q, shift, window):
+    """Query rows [lo, hi) that see any key of [j0, j1), and [full_lo, full_hi) that see all of them."""
+    lo, full_lo = j0 * 0, j0 * 0
+    hi, full_hi = seqlen_q, seqlen_q
+    if window.right is not None:
+        lo = tl.maximum(0, j0 - window.right - shift)
+        full_lo = tl.maximum(0, j1 - 1 - window.right - shift)
+    if window.left is not None:
+        hi = tl.minimum(seqlen_q, j1 + window.left - shift)
+        full_hi = tl.minimum(seqlen_q, j0 + 1 + window.left - shift)
+    return lo, hi, full_lo, full_hi
+
+
+@triton.jit
+def keys_seen(i0, i1, seqlen_k, shift, window):
+    """Keys [lo, hi) that any row of [i0, i1) sees, and [full_lo, full_hi) that all of them see."""
+    lo, full_lo = i0 * 0, i0 * 0
+    hi, full_hi = seqlen_k, seqlen_k
+    if window.left is not None:
+        lo = tl.maximum(0, i0 + shift - window.left)
+        full_lo = tl.maximum(0, i1 - 1 + shift - window.left)
+    if window.right is not None:
+        hi = tl.minimum(seqlen_k, i1 + shift + window.right)
+        full_hi = tl.minimum(seqlen_k, i0 + 1 + shift + window.right)
+    return lo, hi, full_lo, full_hi
+
+
+@triton.jit
+def visible(i, j, shift, window):
+    """The band over a tile; i and j broadcast against one another."""
+    keep = (i >= 0) & (j >= 0)
+    if window.right is not None:
+        keep &= j - i - shift <= window.right
+    if window.left is not None:
+        keep &= j - i - shift >= -window.left
+    return keep
+
+
+@triton.jit
+def row_offsets(x, b, h, rows):
+    """Element offsets of token rows of batch b, head h, in 64 bits."""
+    return b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h + rows.to(tl.int64) * x.stride_s
+
+
+@triton.jit
+def load_tile(x, at, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
+    """Rows of a tensor as chunks [R, LO] and, where HI > 0, [R, HI]; dead rows and columns >= DIM are 0."""
+    d = tl.arange(0, LO)
+    if DIM < LO:
+        lo = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)  # [R, LO]
+    else:
+        lo = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)  # [R, LO]
+    if HI == 0:
+        return (lo,)
+    else:
+        d = LO + tl.arange(0, HI)
+        if DIM < LO + HI:
+            hi = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)  # [R, HI]
+        else:
+            hi = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)  # [R, HI]
+        return (lo, hi)
+
+
+@triton.jit
+def store_tile(x, at, live, tile, DIM: tl.constexpr, LO: tl.constexpr):
+    """Store chunks into the live rows, cast to the tensor's dtype."""
+    for c in tl.static_range(len(tile)):
+        d = c * LO + tl.arange(0, tile[c].shape[1])
+        keep = live[:, None] & (d < DIM)[None, :]
+        tl.store(x.ptr + at[:, None] + d[None, :], tile[c].to(x.ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def add_tile(x, at, live, tile, DIM: tl.constexpr, LO: tl.constexpr):
+    """Atomically add chunks to the live rows of an fp32 tensor, in no order."""
+    for c in tl.static_range(len(tile)):
+        d = c * LO + tl.arange(0, tile[c].shape[1])
+        keep = live[:, None] & (d < DIM)[None, :]
+        tl.atomic_add(x.ptr + at[:, None] + d[None, :], tile[c], mask=keep, sem="relaxed")
+
+
+@triton.jit
+def zero_tile(ROWS: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
+    """An fp32 accumulator in chunks."""
+    if HI == 0:
+        return (tl.zeros([ROWS, LO], tl.float32),)
+    else:
+        return (tl.zeros([ROWS, LO], tl.float32), tl.zeros([ROWS, HI], tl.float32))
+
+
+@triton.jit
+def zero_gap(x, b, h, start, first, step, room, ROWS: tl.constexpr, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
+    """Zero the rows from `first` to `room` of a segment in strides of `step`: padding that no tile owns."""
+    for at in range(first, room, step):
+        rows = at + tl.arange(0, ROWS)
+        store_tile(x, row_offsets(x, b, h, start + rows), rows < room, zero_tile(ROWS, LO, HI), DIM, LO)
+
+
+@triton.jit
+def dot_nt(a, b, PRECISION: tl.constexpr):
+    """Chunks a [M, D], b [N, D] to a b^T [M, N]."""
+    acc = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)  # [M, N]
+    if len(a) == 2:
+        acc = tl.dot(a[1], tl.trans(b[1]), acc, input_precision=PRECISION)  # [M, N]
+    return acc
+
+
+@triton.jit
+def dot_add(acc, p, x, PRECISION: tl.constexpr):
+    """Chunks acc [R, D] + p [R, C] x [C, D]."""
+    if len(x) == 1:
+        return (tl.dot(p, x[0], acc[0], input_precision=PRECISION),)  # [R, LO]
+    else:
+        lo = tl.dot(p, x[0], acc[0], input_precision=PRECISION)  # [R, LO]
+        return (lo, tl.dot(p, x[1], acc[1], input_precision=PRECISION))  # [R, HI]
+
+
+@triton.jit
+def scaled(tile, factor):
+    """Chunks times a scalar or a column [R, 1]."""
+    if len(tile) == 1:
+        return (tile[0] * factor,)
+    else:
+        return (tile[0] * factor, tile[1] * factor)
+
+
+@triton.jit
+def capped(qk, scale, softcap):
+    """(score, d score / d (scale qk)): scale * qk, through softcap * tanh(. / softcap) where there is one."""
+    s = qk * scale
+    if softcap is None:
+        return s, 1.0
+    else:
+        t = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E / softcap)))  # tanh without a vendor library
+        return softcap * t, 1.0 - t * t
