@@ -1,9 +1,13 @@
-"""Host side of the Triton kernels: views, grids, launches on the tensors' device and the current stream."""
+"""Host side of the Triton kernels: the launches of a pass, as data, and the one loop that runs them.
+
+`offline.py` compiles the same launches without a GPU, so what is inspected is what runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,69 +30,83 @@ if settings().triton_interpret:
 DELTA_ROWS = 64
 
 
+class Launch(NamedTuple):
+    """One kernel launch: `kernel[(programs,)](*args, **meta)`."""
+
+    stage: str
+    kernel: Any
+    programs: int
+    args: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
 def forward(problem: Problem, config: Config, tensors: Tensors) -> None:
     """Fill out and lse."""
-    stage = config.switch("forward")
-    main = _views(problem, tensors, ("q", "k", "v"))
-    outs = _views(problem, tensors, ("out", "lse"))
-    with _on(tensors["q"]):
-        grid, blocks = _grid(problem.max_seqlen_q, stage.block_m, problem.nheads_q, problem.batch)
-        forward_kernel[grid](*main, tensors["sink"], *outs, *_mask_args(problem, tensors), problem.scale,
-                             problem.softcap or None, blocks, **_meta(problem, stage))  # fmt: skip
+    _run(forward_launches(problem, config, tensors), tensors["q"])
 
 
 def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
-    """Fill dq, dk, dv (and dsink): D, then the fused kernel and a rounding of dq_acc, or dk/dv and dq as two kernels."""
-    mask = _mask_args(problem, tensors)
-    inputs = _views(problem, tensors, ("q", "k", "v", "dout", "lse"))
-    delta = view(scratch["delta"], lse_axes(problem))
+    """Fill dq, dk, dv (and dsink)."""
+    _run(backward_launches(problem, config, tensors, scratch), tensors["q"])
+    if problem.has_sink:
+        torch.sum(scratch["dsink_rows"].flatten(1), -1, out=tensors["dsink"])
+
+
+def forward_launches(problem: Problem, config: Config, tensors: Tensors) -> Iterator[Launch]:
+    """The forward kernel."""
+    stage = config.switch("forward")
+    programs, blocks = _grid(problem.max_seqlen_q, stage.block_m, problem.nheads_q, problem.batch)
+    args = (*_views(problem, tensors, "q k v"), tensors["sink"], *_views(problem, tensors, "out lse"))
+    yield Launch("forward", forward_kernel, programs, (*args, *_math(problem, tensors), blocks), _meta(problem, stage))
+
+
+def backward_launches(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> Iterator[Launch]:
+    """D, then the fused kernel and a rounding of dq_acc, or dk/dv and dq as two kernels."""
+    yield _delta(problem, tensors, scratch)
+    inputs = (*_views(problem, tensors, "q k v dout lse"), view(scratch["delta"], lse_axes(problem)))
     dq_acc = view(scratch["dq_acc"], "hsd" if problem.is_packed else "hbsd") if "dq_acc" in scratch else None
-    math = (problem.scale, problem.softcap or None)
-    with _on(tensors["q"]):
-        _delta(problem, tensors, scratch, mask)
-        stage = config.switch("dkdv")
-        grid, blocks = _grid(problem.max_seqlen_k, stage.block_n, problem.nheads_kv, problem.batch)
-        dkdv_kernel[grid](*inputs, delta, dq_acc, *_views(problem, tensors, ("dk", "dv")), *mask, *math, blocks,
-                          **_meta(problem, stage))  # fmt: skip
-        if dq_acc is not None:
-            _round_dq(problem, tensors, dq_acc)
-        else:
-            stage = config.switch("dq")
-            grid, blocks = _grid(problem.max_seqlen_q, stage.block_m, problem.nheads_q, problem.batch)
-            dq_kernel[grid](*inputs, delta, *_views(problem, tensors, ("dq",)), *mask, *math, blocks,
-                            **_meta(problem, stage))  # fmt: skip
-        if problem.has_sink:
-            tensors["dsink"].copy_(scratch["dsink_rows"].flatten(1).sum(-1))
+    stage = config.switch("dkdv")
+    programs, blocks = _grid(problem.max_seqlen_k, stage.block_n, problem.nheads_kv, problem.batch)
+    args = (*inputs, dq_acc, *_views(problem, tensors, "dk dv"), *_math(problem, tensors), blocks)
+    yield Launch("dkdv", dkdv_kernel, programs, args, _meta(problem, stage))
+    if dq_acc is not None:
+        yield _round_dq(problem, tensors, dq_acc)
+        return
+    stage = config.switch("dq")
+    programs, blocks = _grid(problem.max_seqlen_q, stage.block_m, problem.nheads_q, problem.batch)
+    args = (*inputs, *_views(problem, tensors, "dq"), *_math(problem, tensors), blocks)
+    yield Launch("dq", dq_kernel, programs, args, _meta(problem, stage))
 
 
-def _delta(problem: Problem, tensors: Tensors, scratch: Tensors, mask: tuple[Any, ...]) -> None:
+def _delta(problem: Problem, tensors: Tensors, scratch: Tensors) -> Launch:
     rows = scratch.get("dsink_rows")
-    grid, blocks = _grid(problem.max_seqlen_q, DELTA_ROWS, problem.nheads_q, problem.batch)
+    programs, blocks = _grid(problem.max_seqlen_q, DELTA_ROWS, problem.nheads_q, problem.batch)
     lo, hi = split_dim(problem.head_dim_v)
-    delta_kernel[grid](
-        *_views(problem, tensors, ("out", "dout", "lse", "dlse", "delta")), tensors["sink"],
+    args = (
+        *_views(problem, tensors, "out dout lse dlse delta"), tensors["sink"],
         view(scratch["delta"], lse_axes(problem)),
-        None if rows is None else view(rows, "hs" if problem.is_packed else "hbs"), *mask, blocks,
-        BLOCK_M=DELTA_ROWS, HEAD_DIM_V=problem.head_dim_v, V_LO=lo, V_HI=hi,
-        TOP_LEFT=problem.band.align == "top_left",
+        None if rows is None else view(rows, "hs" if problem.is_packed else "hbs"), *_mask(problem, tensors), blocks,
     )  # fmt: skip
+    meta = {"BLOCK_M": DELTA_ROWS, "HEAD_DIM_V": problem.head_dim_v, "V_LO": lo, "V_HI": hi, "TOP_LEFT": _top_left(problem)}
+    return Launch("delta", delta_kernel, programs, args, meta)
 
 
-def _round_dq(problem: Problem, tensors: Tensors, dq_acc: View) -> None:
+def _round_dq(problem: Problem, tensors: Tensors, dq_acc: View) -> Launch:
     rows, batch = (problem.total_q, 1) if problem.is_packed else (problem.max_seqlen_q, problem.batch)
-    grid, blocks = _grid(rows, DELTA_ROWS, problem.nheads_q, batch)
+    programs, blocks = _grid(rows, DELTA_ROWS, problem.nheads_q, batch)
     lo, hi = split_dim(problem.head_dim_qk)
-    round_dq_kernel[grid](dq_acc, *_views(problem, tensors, ("dq",)), rows, problem.scale, blocks, BLOCK_M=DELTA_ROWS,
-                          HEAD_DIM_QK=problem.head_dim_qk, QK_LO=lo, QK_HI=hi)  # fmt: skip
+    meta = {"BLOCK_M": DELTA_ROWS, "HEAD_DIM_QK": problem.head_dim_qk, "QK_LO": lo, "QK_HI": hi}
+    args = (dq_acc, *_views(problem, tensors, "dq"), rows, problem.scale, blocks)
+    return Launch("round_dq", round_dq_kernel, programs, args, meta)
 
 
-def _views(problem: Problem, tensors: Tensors, names: tuple[str, ...]) -> list[View | None]:
-    side = lse_axes(problem)
-    axes = dict.fromkeys(("lse", "dlse", "delta"), side)
-    return [None if tensors[n] is None else view(tensors[n], axes.get(n, AXES[problem.layout])) for n in names]
+def _views(problem: Problem, tensors: Tensors, names: str) -> list[View | None]:
+    side = dict.fromkeys(("lse", "dlse", "delta"), lse_axes(problem))
+    axes = {name: side.get(name, AXES[problem.layout]) for name in names.split()}
+    return [None if tensors[name] is None else view(tensors[name], axes[name]) for name in axes]
 
 
-def _mask_args(problem: Problem, tensors: Tensors) -> tuple[Seqs, Seqs, Window]:
+def _mask(problem: Problem, tensors: Tensors) -> tuple[Seqs, Seqs, Window]:
     if problem.is_packed:
         seqs = [
             Seqs(tensors[f"cu_seqlens_{side}"], tensors[f"seqused_{side}"], None, total)
@@ -99,9 +117,17 @@ def _mask_args(problem: Problem, tensors: Tensors) -> tuple[Seqs, Seqs, Window]:
     return *seqs, Window(problem.band.left, problem.band.right)
 
 
-def _grid(rows: int, block: int, nheads: int, batch: int) -> tuple[tuple[int], Blocks]:
-    """A one-dimensional grid (y and z end at 65535), at least one tile a segment so that gaps are zeroed."""
-    return (max(1, triton.cdiv(rows, block)) * nheads * batch,), Blocks(nheads, batch)
+def _math(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
+    return *_mask(problem, tensors), problem.scale, problem.softcap or None
+
+
+def _grid(rows: int, block: int, nheads: int, batch: int) -> tuple[int, Blocks]:
+    """Programs of a one-dimensional grid (y and z end at 65535), at least one a segment so that gaps are zeroed."""
+    return max(1, triton.cdiv(rows, block)) * nheads * batch, Blocks(nheads, batch)
+
+
+def _top_left(problem: Problem) -> bool:
+    return problem.band.align == "top_left"
 
 
 def _meta(problem: Problem, stage: Config) -> dict[str, Any]:
@@ -110,11 +136,14 @@ def _meta(problem: Problem, stage: Config) -> dict[str, Any]:
         "GROUP": problem.group, "BLOCK_M": stage.block_m, "BLOCK_N": stage.block_n,
         "HEAD_DIM_QK": problem.head_dim_qk, "QK_LO": qk[0], "QK_HI": qk[1],
         "HEAD_DIM_V": problem.head_dim_v, "V_LO": v[0], "V_HI": v[1],
-        "TOP_LEFT": problem.band.align == "top_left", "PRECISION": "ieee" if problem.dtype == "fp32" else "tf32",
+        "TOP_LEFT": _top_left(problem), "PRECISION": "ieee" if problem.dtype == "fp32" else "tf32",
         "num_warps": stage.num_warps, "num_stages": stage.num_stages,
     }  # fmt: skip
 
 
-def _on(tensor: torch.Tensor) -> Any:
-    """Triton launches on the current device: make it the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+def _run(launches: Iterator[Launch], tensor: torch.Tensor) -> None:
+    """Triton launches on the current device and stream: make the device the tensors'."""
+    with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+        for launch in launches:
+            if launch.programs:
+                launch.kernel[(launch.programs,)](*launch.args, **launch.meta)
