@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -24,3 +26,20 @@ def settings() -> Settings:
         checked=os.environ.get("UNDERTOW_CHECKED", "0") == "1",
         triton_interpret=os.environ.get("TRITON_INTERPRET", "0") == "1",
     )
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Calls inside also validate device values (cu_seqlens, max_seqlen), poison and fence memory; they synchronise.
+
+    The whole process sees it, autograd's threads included, as if UNDERTOW_CHECKED=1 were set.
+    """
+    before = os.environ.get("UNDERTOW_CHECKED")
+    os.environ["UNDERTOW_CHECKED"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["UNDERTOW_CHECKED"]
+        else:
+            os.environ["UNDERTOW_CHECKED"] = before

@@ -58,13 +58,9 @@ def resolve(workspace: Workspace, plan: WorkspacePlan, device: torch.device) -> 
     return memory.detach().reshape(-1).view(torch.uint8)[: plan.nbytes]
 
 
-def output(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, poison: bool) -> Tensor:
-    """An output of `shape` on like's device with like's dimension order in memory; NaN-filled when `poison`."""
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d)) if like.dim() == len(shape) else None
-    if order is None or order[-1] != like.dim() - 1:
-        order = list(range(len(shape)))
-    inverse = [order.index(d) for d in range(len(shape))]
-    tensor = torch.empty([shape[d] for d in order], dtype=dtype, device=like.device).permute(inverse)
+def output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, poison: bool = False) -> Tensor:
+    """A contiguous output; NaN-filled when `poison`, so that an element nobody writes shows."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
     return tensor.fill_(float("nan")) if poison else tensor
 
 

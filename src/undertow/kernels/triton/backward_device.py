@@ -1,11 +1,26 @@
-"""Backward: one fused KV-outer kernel (five GEMMs, dQ accumulated), and the dQ-only kernel of the deterministic plan."""
+"""Backward: one fused KV-outer kernel (five GEMMs, dQ accumulated), and the deterministic plan's dQ-only kernel."""
 
 import triton
 import triton.language as tl
 
 from .chunks_device import (
-    LOG2E, add_tile, capped, diagonal, dot_add, dot_nt, keys_seen, load_tile, locate, row_offsets, rows_that_see,
-    scaled, segment, store_tile, visible, zero_gap, zero_tile,
+    LOG2E,
+    add_tile,
+    capped,
+    diagonal,
+    dot_add,
+    dot_nt,
+    keys_seen,
+    load_tile,
+    locate,
+    row_offsets,
+    rows_that_see,
+    scaled,
+    segment,
+    store_tile,
+    visible,
+    zero_gap,
+    zero_tile,
 )  # fmt: skip
 
 
@@ -31,8 +46,8 @@ def grad_scores(a, b, c, d, lse, delta, keep, scale, softcap, MASKED: tl.constex
 
 
 @triton.jit
-def sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, bounds, j, live_j, place, shift, window, scale, softcap,
-               BLOCK_M: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
+def sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, bounds, j, live_j, place, shift, window, scale,
+               softcap, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
                QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
                PRECISION: tl.constexpr):  # fmt: skip
     """Fold the query tiles of [i_first, i_last) into (dk, dv), and add their dq to dq_acc where there is one."""
@@ -99,9 +114,9 @@ def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, windo
         grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (lo, head, hi), j, live_j, place, shift,
                            window, scale, softcap, BLOCK_M, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
                            PRECISION)  # fmt: skip
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (head, tail, hi), j, live_j, place, shift,
-                           window, scale, softcap, BLOCK_M, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
-                           PRECISION)  # fmt: skip
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (head, tail, hi), j, live_j, place,
+                           shift, window, scale, softcap, BLOCK_M, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
+                           V_HI, PRECISION)  # fmt: skip
         grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (tail, hi, hi), j, live_j, place, shift,
                            window, scale, softcap, BLOCK_M, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
                            PRECISION)  # fmt: skip
@@ -111,8 +126,8 @@ def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, windo
 
 
 @triton.jit
-def sweep_keys_dq(dq_acc, q_tile, do_tile, lse_i, delta_i, k, v, bounds, i, live_i, place, shift, window, scale, softcap,
-                  BLOCK_N: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
+def sweep_keys_dq(dq_acc, q_tile, do_tile, lse_i, delta_i, k, v, bounds, i, live_i, place, shift, window, scale,
+                  softcap, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
                   QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
     """Fold the key tiles of [j_first, j_last) into dq (without the scale)."""
@@ -165,11 +180,13 @@ def dq_kernel(q, k, v, dout, lse, delta, dq, seqs_q, seqs_k, window, scale, soft
     tail = head + tl.maximum(full_hi - head, 0) // BLOCK_N * BLOCK_N
     acc = zero_tile(BLOCK_M, QK_LO, QK_HI)
     place = (b, h // GROUP, start_k)
-    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (lo, head, hi), i, sees, place, shift, window, scale,
-                        softcap, BLOCK_N, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (lo, head, hi), i, sees, place, shift, window,
+                        scale, softcap, BLOCK_N, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
+                        PRECISION)  # fmt: skip
     acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (head, tail, hi), i, sees, place, shift, window,
                         scale, softcap, BLOCK_N, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
                         PRECISION)  # fmt: skip
-    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (tail, hi, hi), i, sees, place, shift, window, scale,
-                        softcap, BLOCK_N, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (tail, hi, hi), i, sees, place, shift, window,
+                        scale, softcap, BLOCK_N, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
+                        PRECISION)  # fmt: skip
     store_tile(dq, row_offsets(dq, b, h, at), live_i, scaled(acc, scale), HEAD_DIM_QK, QK_LO)

@@ -14,7 +14,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Seqs(NamedTuple):
-    """Segments of one side. Packed: int32 offsets (b+1), optional int32 lengths (b), rows allocated. Dense: a length."""
+    """Segments of one side. Packed: int32 offsets (b+1), optional int32 lengths (b), rows in all. Dense: a length."""
 
     cu_seqlens: Any
     seqused: Any
@@ -119,7 +119,8 @@ def load_tile(x, at, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr
     """Rows of a tensor as chunks [R, LO] and, where HI > 0, [R, HI]; dead rows and columns >= DIM are 0."""
     d = tl.arange(0, LO)
     if DIM < LO:
-        lo = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)  # [R, LO]
+        keep = live[:, None] & (d < DIM)[None, :]
+        lo = tl.load(x.ptr + at[:, None] + d[None, :], mask=keep, other=0.0)  # [R, LO]
     else:
         lo = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)  # [R, LO]
     if HI == 0:
@@ -127,7 +128,8 @@ def load_tile(x, at, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr
     else:
         d = LO + tl.arange(0, HI)
         if DIM < LO + HI:
-            hi = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)  # [R, HI]
+            keep = live[:, None] & (d < DIM)[None, :]
+            hi = tl.load(x.ptr + at[:, None] + d[None, :], mask=keep, other=0.0)  # [R, HI]
         else:
             hi = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)  # [R, HI]
         return (lo, hi)
@@ -161,7 +163,8 @@ def zero_tile(ROWS: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
 
 
 @triton.jit
-def zero_gap(x, b, h, start, first, step, room, ROWS: tl.constexpr, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
+def zero_gap(x, b, h, start, first, step, room, ROWS: tl.constexpr, DIM: tl.constexpr, LO: tl.constexpr,
+             HI: tl.constexpr):  # fmt: skip
     """Zero the rows from `first` to `room` of a segment in strides of `step`: padding that no tile owns."""
     for at in range(first, room, step):
         rows = at + tl.arange(0, ROWS)

@@ -4,8 +4,22 @@ import triton
 import triton.language as tl
 
 from .chunks_device import (
-    LN2, LOG2E, capped, diagonal, dot_add, dot_nt, keys_seen, load_tile, locate, row_offsets, scaled, segment,
-    store_tile, visible, zero_gap, zero_tile,
+    LN2,
+    LOG2E,
+    capped,
+    diagonal,
+    dot_add,
+    dot_nt,
+    keys_seen,
+    load_tile,
+    locate,
+    row_offsets,
+    scaled,
+    segment,
+    store_tile,
+    visible,
+    zero_gap,
+    zero_tile,
 )  # fmt: skip
 
 

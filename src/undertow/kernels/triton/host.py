@@ -87,7 +87,8 @@ def _delta(problem: Problem, tensors: Tensors, scratch: Tensors) -> Launch:
         view(scratch["delta"], lse_axes(problem)),
         None if rows is None else view(rows, "hs" if problem.is_packed else "hbs"), *_mask(problem, tensors), blocks,
     )  # fmt: skip
-    meta = {"BLOCK_M": DELTA_ROWS, "HEAD_DIM_V": problem.head_dim_v, "V_LO": lo, "V_HI": hi, "TOP_LEFT": _top_left(problem)}
+    meta = {"BLOCK_M": DELTA_ROWS, "HEAD_DIM_V": problem.head_dim_v, "V_LO": lo, "V_HI": hi}
+    meta["TOP_LEFT"] = _top_left(problem)
     return Launch("delta", delta_kernel, programs, args, meta)
 
 

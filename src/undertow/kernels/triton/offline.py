@@ -56,4 +56,4 @@ def _placeholder(problem: Problem, name: str, shape: tuple[int, ...]) -> torch.T
     if name.startswith("seqused"):
         return None
     dtype = torch.float32 if name in FP32 else torch.int32 if name in INT32 else alloc.DTYPE[problem.dtype]
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return alloc.output(shape, dtype, torch.device("meta"))

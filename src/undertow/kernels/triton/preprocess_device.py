@@ -4,7 +4,15 @@ import triton
 import triton.language as tl
 
 from .chunks_device import (
-    LOG2E, diagonal, keys_seen, load_tile, locate, row_offsets, scaled, segment, store_tile,
+    LOG2E,
+    diagonal,
+    keys_seen,
+    load_tile,
+    locate,
+    row_offsets,
+    scaled,
+    segment,
+    store_tile,
 )  # fmt: skip
 
 
@@ -12,7 +20,7 @@ from .chunks_device import (
 def delta_kernel(out, dout, lse, dlse, given, sink, delta, dsink_rows, seqs_q, seqs_k, window, blocks,
                  BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
                  TOP_LEFT: tl.constexpr):  # fmt: skip
-    """delta_i = sum_d dout_id * out_id - dlse_i, the first term 0 for a row that sees no key (or `given` instead of it).
+    """delta_i = sum_d dout_id * out_id - dlse_i, the first term `given` where there is one, 0 for a row without keys.
 
     dsink_rows_i = -exp(sink_h - lse_i) * delta_i, where there is a sink.
 
