@@ -1,0 +1,270 @@
+"""What hardware does not tell: shadow state that proves each access ordered, initialised and in bounds.
+
+`Waits` follows the two memory counters: a register that a load will write may be used only after an s_waitcnt that
+guarantees the load. `LdsShadow` follows every granule of LDS: who wrote and read it since which barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .asm import Instruction
+from .isa import Step, register_name
+from .state import LANES, State
+
+i32, i64 = np.int32, np.int64
+WAVE_BITS = 5  # waves of a workgroup in the low bits of a tag
+NEVER = -(1 << 30)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A register whose load has been issued: by which instruction, on which counter, as which number of each wave."""
+
+    instruction: Instruction
+    counter: str
+    sequence: np.ndarray
+    is_local: bool
+
+
+class Waits:
+    """Counters of outstanding memory operations of every wave."""
+
+    def __init__(self, state: State, report: object) -> None:
+        self.state, self.report = state, report
+        waves = state.waves
+        self.issued = {c: np.zeros(waves, i32) for c in ("vmcnt", "lgkmcnt")}
+        self.done = {c: np.zeros(waves, i32) for c in ("vmcnt", "lgkmcnt")}
+        self.at_barrier = {c: np.zeros(waves, i32) for c in ("vmcnt", "lgkmcnt")}
+        self.last_scalar = np.zeros(waves, i32)
+        self.pending: dict[int, Pending] = {}
+
+    def reset(self) -> None:
+        """Nothing is outstanding."""
+        for counters in (self.issued, self.done, self.at_barrier):
+            for values in counters.values():
+                values.fill(0)
+        self.last_scalar.fill(0)
+        self.pending.clear()
+
+    def issue(self, instruction: Instruction, counter: str, registers: frozenset[int], scalar: bool = False) -> None:
+        """Count one operation of the waves of the group; `registers` are not valid until it retires."""
+        state, count = self.state, self.issued[counter]
+        if state.group_full:
+            count += 1
+            if scalar:
+                self.last_scalar[...] = count
+            sequence = count.copy()
+        else:
+            count += state.group
+            if scalar:
+                np.copyto(self.last_scalar, count, where=state.group)
+            sequence = np.where(state.group, count, NEVER)
+        local = counter == "lgkmcnt" and not scalar
+        fresh = Pending(instruction, counter, sequence, local)
+        for register in registers:
+            old = self.pending.get(register)
+            if old is None or state.group_full or old.counter != counter:
+                self.pending[register] = fresh
+            else:
+                merged = np.where(state.group, sequence, old.sequence)
+                self.pending[register] = Pending(instruction, counter, merged, local)
+
+    def retire(self, counters: dict[str, int]) -> None:
+        """s_waitcnt: all but the last n operations of each named counter are complete."""
+        state = self.state
+        for counter, left in counters.items():
+            target = self.issued[counter] - left
+            if counter == "lgkmcnt" and left:
+                # scalar loads return out of order: while one is outstanding, only lgkmcnt(0) proves anything
+                target = np.where(self.last_scalar > self.done[counter], NEVER, target)
+            np.maximum(self.done[counter], target, out=self.done[counter], where=state.group)
+
+    def check(self, step: Step, registers: set[int]) -> None:
+        """Called when a step touches pending registers: complain about those not yet guaranteed."""
+        group = self.state.group
+        for register in registers:
+            entry = self.pending[register]
+            late = entry.sequence > self.done[entry.counter]
+            if not late.any():
+                del self.pending[register]
+                continue
+            late &= group
+            if not late.any() or self._same_queue(step, register, entry):
+                continue
+            what = "read" if register in step.reads else "overwritten"
+            source = entry.instruction
+            self.report.add(
+                "wait", step.instruction, late,
+                f"{register_name(register)} is {what} before an s_waitcnt {entry.counter} guarantees line {source.line}: {source.text}",
+            )  # fmt: skip
+            entry.sequence = np.where(late, NEVER, entry.sequence)
+
+    @staticmethod
+    def _same_queue(step: Step, register: int, entry: Pending) -> bool:
+        """A later load of the same in-order queue may overwrite the destination of an earlier one."""
+        opcode = step.instruction.opcode
+        if register in step.reads or register not in step.writes:
+            return False
+        if opcode.startswith("ds_"):
+            return entry.is_local
+        return opcode.startswith(("global_load", "buffer_load", "scratch_load")) and entry.counter == "vmcnt"
+
+    def barrier(self, released: np.ndarray) -> None:
+        """Remember what was complete when these waves passed a barrier."""
+        for counter, done in self.done.items():
+            np.copyto(self.at_barrier[counter], done, where=released)
+
+
+class LdsShadow:
+    """Who touched each granule of LDS, in which barrier interval (epoch)."""
+
+    def __init__(self, lds: np.ndarray, state: State, waves_per_group: int, granule: int, waits: Waits, report: object) -> None:
+        self.state, self.waits, self.report = state, waits, report
+        self.granule = granule
+        groups = state.waves // waves_per_group
+        self.contents = lds.view(f"u{granule}")
+        size = self.contents.size
+        self.per_group = size // groups
+        self.epoch = np.zeros(state.waves, i32)
+        self.wave = (np.arange(state.waves) % waves_per_group).astype(i32)
+        self.base = (np.arange(state.waves) // waves_per_group * self.per_group).astype(i64)
+        self.global_wave = np.broadcast_to(np.arange(state.waves, dtype=i32)[:, None], (state.waves, LANES))
+        self.writer = np.full(size, NEVER, i32)  # epoch << WAVE_BITS | wave
+        self.write_sequence = np.zeros(size, i32)
+        self.write_wave = np.zeros(size, i32)
+        self.by_load = np.zeros(size, bool)  # written by a load that goes straight to LDS (vmcnt)
+        self.any_load = False
+        self.reader = np.full(size, NEVER, i32)
+        self.many_readers = np.full(size, NEVER, i32)  # epoch in which two or more waves read it
+        self.unretired = np.full(size, -1, i32)  # wave whose read was outstanding at a barrier
+        self.unretired_sequence = np.zeros(size, i32)
+        self.any_unretired = False
+        self.read_log: list[tuple[Instruction, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def reset(self) -> None:
+        """Nothing was read or written."""
+        self.epoch.fill(0)
+        for tags in (self.writer, self.reader, self.many_readers):
+            tags.fill(NEVER)
+        self.unretired.fill(-1)
+        self.by_load.fill(False)
+        self.any_load = self.any_unretired = False
+        self.read_log = []
+
+    def _cells(self, address: np.ndarray, nbytes: int, lanes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Granule numbers [lanes, granules], and tag, epoch and global wave [lanes, 1] of the accesses."""
+        tag = (self.epoch << WAVE_BITS) | self.wave
+        cell = address // self.granule + self.base[:, None]
+        tags = np.broadcast_to(tag[:, None], cell.shape)
+        waves = self.global_wave
+        if lanes is not None:
+            cell, tags, waves = cell[lanes], tags[lanes], waves[lanes]
+        else:
+            cell, tags, waves = cell.reshape(-1), tags.reshape(-1), waves.reshape(-1)
+        count = max(1, nbytes // self.granule)
+        cells = cell[:, None] + np.arange(count) if count > 1 else cell[:, None]
+        return cells, tags[:, None], tags[:, None] >> WAVE_BITS, waves[:, None]
+
+    def _complain(self, kind: str, x: Instruction, bad: np.ndarray, waves: np.ndarray, cells: np.ndarray, text: str) -> None:
+        if bad.any():
+            lane, part = (int(v[0]) for v in np.nonzero(np.broadcast_to(bad, cells.shape)))
+            wave = int(np.broadcast_to(waves, cells.shape)[lane, part])
+            address = int(cells[lane, part] - self.base[wave]) * self.granule
+            self.report.add_at(kind, x, wave, address=address, text=text, count=int(bad.sum()))
+
+    def read(self, x: Instruction, address: np.ndarray, nbytes: int, lanes: np.ndarray | None) -> None:
+        """Check an LDS read of `nbytes` at [waves, lanes] addresses (lanes: bool mask, None for all)."""
+        cells, tags, epochs, waves = self._cells(address, nbytes, lanes)
+        writer = self.writer[cells]
+        self._complain("lds-uninitialised", x, writer == NEVER, waves, cells, "LDS is read before anything wrote it")
+        foreign = writer != tags
+        now = foreign & (writer >> WAVE_BITS == epochs)
+        self._complain("lds-race", x, now, waves, cells, "read after write (RAW): another wave wrote this LDS since the last barrier")
+        owner = self.write_wave[cells]
+        unpublished = (owner != waves) & (writer != NEVER) & (self.write_sequence[cells] > self.waits.at_barrier["lgkmcnt"][owner]) & ~now
+        if self.any_load:
+            load = self.by_load[cells]
+            unpublished &= ~load
+            own = load & (owner == waves) & (self.write_sequence[cells] > self.waits.done["vmcnt"][owner])
+            other = load & (owner != waves) & (self.write_sequence[cells] > self.waits.at_barrier["vmcnt"][owner])
+            self._complain("lds-load", x, own | other, waves, cells, "read before an s_waitcnt vmcnt guarantees the load that writes this LDS")
+        self._complain(
+            "lds-publish", x, unpublished, waves, cells, "another wave's write was not retired by s_waitcnt lgkmcnt before the barrier"
+        )
+        old = self.reader[cells]
+        self.reader[cells] = tags
+        shared = ((old != tags) & (old >> WAVE_BITS == epochs)) | (self.reader[cells] != tags)
+        if shared.any():
+            self.many_readers[cells[shared]] = np.broadcast_to(epochs, cells.shape)[shared]
+        sequence = self.waits.issued["lgkmcnt"] + 1
+        self.read_log.append((x, cells, np.broadcast_to(waves, cells.shape), sequence))
+
+    def write(
+        self, x: Instruction, address: np.ndarray, nbytes: int, lanes: np.ndarray | None, values: np.ndarray | None = None, load: bool = False
+    ) -> None:
+        """Check an LDS write, before it happens. `values` [lanes, granules] are the new contents where they are known:
+        two waves that write the same value do not race."""
+        cells, tags, epochs, waves = self._cells(address, nbytes, lanes)
+        writer, reader = self.writer[cells], self.reader[cells]
+        clash = (writer != tags) & (writer >> WAVE_BITS == epochs)
+        if clash.any() and values is not None:
+            clash &= self.contents[cells] != values
+        self.writer[cells] = tags
+        together = self.writer[cells] != tags
+        if together.any() and values is not None:
+            probe = np.zeros(self.writer.size, values.dtype)
+            probe[cells] = values
+            winner = probe[cells]
+            together = np.zeros(cells.shape, bool)
+            np.logical_or(together, winner != values, out=together)
+        text = "write after write (WAW): another wave wrote this LDS since the last barrier"
+        self._complain("lds-race", x, clash | together, waves, cells, text)
+        read_by_other = ((reader != tags) & (reader >> WAVE_BITS == epochs)) | (self.many_readers[cells] == epochs)
+        text = "write after read (WAR): another wave read this LDS since the last barrier"
+        self._complain("lds-race", x, read_by_other, waves, cells, text)
+        if self.any_unretired:
+            holder = self.unretired[cells]
+            late = self.unretired_sequence[cells] > self.waits.at_barrier["lgkmcnt"][holder]
+            text = "another wave's read was not retired by s_waitcnt lgkmcnt before the barrier that lets this LDS be reused"
+            self._complain("lds-recycle", x, (holder >= 0) & (holder != waves) & late, waves, cells, text)
+        self.write_wave[cells] = waves
+        self.write_sequence[cells] = (self.waits.issued["vmcnt" if load else "lgkmcnt"] + 1)[waves]
+        if load or self.any_load:
+            self.any_load = True
+            self.by_load[cells] = load
+
+    def barrier(self, released: np.ndarray) -> None:
+        """These waves passed a barrier: note reads still outstanding, open a new epoch."""
+        done = self.waits.done["lgkmcnt"]
+        if (self.waits.issued["lgkmcnt"] > done)[released].any():
+            for _, cells, waves, sequence in self.read_log:
+                open_read = released[waves] & (sequence > done)[waves]
+                if open_read.any():
+                    self.any_unretired = True
+                    where = cells[open_read]
+                    self.unretired[where] = waves[open_read]
+                    self.unretired_sequence[where] = sequence[waves[open_read]]
+        self.read_log = [] if released.all() else [e for e in self.read_log if not released[e[2]].all()]
+        self.epoch[released] += 1
+
+
+class Checks:
+    """All shadow state of one batch of workgroups."""
+
+    def __init__(self, lds: np.ndarray, state: State, waves_per_group: int, granule: int, report: object) -> None:
+        self.report = report
+        self.waits = Waits(state, report)
+        self.lds = LdsShadow(lds, state, waves_per_group, granule, self.waits, report)
+
+    def reset(self) -> None:
+        """Ready for another batch."""
+        self.waits.reset()
+        self.lds.reset()
+
+    def barrier(self, released: np.ndarray) -> None:
+        """Waves [waves] bool that a barrier let go."""
+        self.lds.barrier(released)
+        self.waits.barrier(released)
