@@ -110,13 +110,19 @@ def _sum_group(x: Tensor, group: int) -> Tensor:
     return x.unflatten(0, (x.shape[0] // group, group)).sum(1)
 
 
-def attention(problem: Problem, tensors: Mapping[str, Tensor | None], dtype: torch.dtype = torch.float64) -> Stages:
+def attention(
+    problem: Problem,
+    tensors: Mapping[str, Tensor | None],
+    dtype: torch.dtype = torch.float64,
+    round_to: torch.dtype | None = None,
+) -> Stages:
     """Forward and backward of a whole call, segment by segment, in `dtype`.
 
     `tensors` holds q, k, v, dout in the problem's layout, and optionally sink [nheads_q], dlse, and out, lse: where
     given, the backward uses that `out` (for D) and that `lse` (for P), as a kernel would. The problem must know its
     segment lengths; `cu_seqlens_q`, `cu_seqlens_k` in `tensors` place them when segments are padded. Rows outside every
-    segment are 0 (lse: -inf).
+    segment are 0 (lse: -inf). `round_to` emulates a kernel of that dtype: operands of the second GEMMs and the results
+    are rounded to it, sums stay in `dtype`.
     """
     q, k, v, dout = (to_thd(tensors[name], problem.layout).to(dtype) for name in ("q", "k", "v", "dout"))
     given = {n: None if tensors.get(n) is None else tensors[n].to(dtype) for n in ("sink", "dlse", "out", "lse")}
@@ -133,39 +139,60 @@ def attention(problem: Problem, tensors: Mapping[str, Tensor | None], dtype: tor
         dsink=None if given["sink"] is None else torch.zeros_like(given["sink"]),
     )
     for b, (sq, sk) in enumerate(problem.segments):
-        at_q, at_k = (_start(tensors, problem, side, b) for side in "qk")
+        at_q, at_k = (start(tensors, problem, side, b) for side in "qk")
         rows, keys = slice(at_q, at_q + sq), slice(at_k, at_k + sk)
-        local = {"sink": given["sink"], "out": None if given["out"] is None else given["out"][rows].transpose(0, 1)}
-        local |= {n: None if given[n] is None else given[n][:, rows] for n in ("lse", "dlse")}
-        heads = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys], dout[rows]))
-        done = segment(problem, tuple(heads), local, keep(sq, sk, problem.band, q.device))
-        stages.lse[:, rows], stages.delta[:, rows] = done.lse, done.delta
-        stages.out[rows], stages.dq[rows] = done.out.transpose(0, 1), done.dq.transpose(0, 1)
-        stages.dk[keys], stages.dv[keys] = done.dk.transpose(0, 1), done.dv.transpose(0, 1)
-        if stages.dsink is not None:
-            stages.dsink.add_(done.dsink)
+        visible = keep(sq, sk, problem.band, q.device)
+        for heads, kv_heads in _head_chunks(problem, sq * sk):
+            local = {"sink": None if given["sink"] is None else given["sink"][heads]}
+            local |= {"out": None if given["out"] is None else given["out"][rows, heads].transpose(0, 1)}
+            local |= {n: None if given[n] is None else given[n][heads, rows] for n in ("lse", "dlse")}
+            inputs = (q[rows, heads], k[keys, kv_heads], v[keys, kv_heads], dout[rows, heads])
+            done = segment(problem, tuple(x.transpose(0, 1) for x in inputs), local, visible, round_to)
+            stages.lse[heads, rows], stages.delta[heads, rows] = done.lse, done.delta
+            stages.out[rows, heads], stages.dq[rows, heads] = done.out.transpose(0, 1), done.dq.transpose(0, 1)
+            stages.dk[keys, kv_heads], stages.dv[keys, kv_heads] = done.dk.transpose(0, 1), done.dv.transpose(0, 1)
+            if stages.dsink is not None:
+                stages.dsink[heads] += done.dsink
     return stages
 
 
-def segment(problem: Problem, qkvdo: tuple[Tensor, ...], given: Mapping[str, Tensor | None], visible: Tensor) -> Stages:
+def segment(
+    problem: Problem,
+    qkvdo: tuple[Tensor, ...],
+    given: Mapping[str, Tensor | None],
+    visible: Tensor,
+    round_to: torch.dtype | None = None,
+) -> Stages:
     """The stages of one segment, head-major."""
     q, k, v, dout = qkvdo
+
+    def rounded(x: Tensor) -> Tensor:
+        return x if round_to is None else x.to(round_to).to(x.dtype)
+
     s, slope = scores(q, k, problem.scale, problem.softcap)
     out, lse = forward(s, v, visible, given["sink"])
     sees = visible.any(-1)
     used_lse = lse if given["lse"] is None else torch.where(sees, given["lse"], lse)
     p = probabilities(s, used_lse, visible)
-    d = delta(dout, out if given["out"] is None else given["out"], sees, given["dlse"])
-    ds_ = ds(p, dp(dout, v), d, slope)
+    d = delta(dout, rounded(out) if given["out"] is None else given["out"], sees, given["dlse"])
+    ds_ = rounded(ds(p, dp(dout, v), d, slope))
     return Stages(
-        out=out,
+        out=rounded(rounded(p) @ grouped(v, p)) if round_to else out,
         lse=lse,
         delta=d,
-        dq=dq(ds_, k, problem.scale),
-        dk=dk(ds_, q, problem.scale, problem.group),
-        dv=dv(p, dout, problem.group),
+        dq=rounded(dq(ds_, k, problem.scale)),
+        dk=rounded(dk(ds_, q, problem.scale, problem.group)),
+        dv=rounded(dv(rounded(p), dout, problem.group)),
         dsink=None if given["sink"] is None else dsink(given["sink"], used_lse, d),
     )
+
+
+def _head_chunks(problem: Problem, pairs: int, budget: int = 1 << 25) -> list[tuple[slice, slice]]:
+    """(query heads, kv heads) slices whose scores hold at most `budget` elements, at least one kv head each."""
+    step = max(1, budget // max(1, pairs * problem.group))
+    kv = range(0, problem.nheads_kv, step)
+    ends = [min(h + step, problem.nheads_kv) for h in kv]
+    return [(slice(h * problem.group, e * problem.group), slice(h, e)) for h, e in zip(kv, ends, strict=True)]
 
 
 def to_thd(x: Tensor, layout: str) -> Tensor:
@@ -186,6 +213,7 @@ def to_ht(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.transpose(0, 1).flatten(1, 2)
 
 
-def _start(tensors: Mapping[str, Tensor | None], problem: Problem, side: str, b: int) -> int:
+def start(tensors: Mapping[str, Tensor | None], problem: Problem, side: str, b: int) -> int:
+    """The first row of segment b on a side."""
     cu = tensors.get(f"cu_seqlens_{side}")
     return problem.cu_seqlens(side)[b] if cu is None else int(cu[b])
