@@ -143,6 +143,59 @@ def test_import_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+class Flash2:
+    """aten's packed entries as flash-attention 2 behaves: +inf LSE where no key is seen, NaN where it does not write.
+
+    It shows that the adapter around it leaves nothing open; what the GPU computes is in the tests marked gpu.
+    """
+
+    def __init__(self, problem):
+        self.problem = problem
+
+    def call(self, tensors, cu_q, cu_k, window, causal):
+        lengths = [tuple(cu.diff().tolist()) for cu in (cu_q, cu_k)]
+        band = Band.from_flags(causal=causal, window_size=tuple(-1 if w is None else w for w in window))
+        fields = {"seqlens_q": lengths[0], "seqlens_k": lengths[1], "band": band, "has_dlse": False}
+        tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        return attention(replace(self.problem, **fields), tensors)
+
+    def keep_segments(self, x, cu):
+        left_open = torch.full_like(x, NAN)
+        left_open[cu[0] : cu[-1]] = x[cu[0] : cu[-1]]
+        return left_open.to(torch.bfloat16)
+
+    def _flash_attention_forward(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, *, scale, window_size_left,
+                                 window_size_right, return_debug_mask):  # fmt: skip
+        done = self.call({"q": q, "k": k, "v": v, "dout": torch.zeros_like(q)}, cu_q, cu_k,
+                         (window_size_left, window_size_right), causal)  # fmt: skip
+        out = self.keep_segments(done.out, cu_q)
+        return out, done.lse.masked_fill(done.lse == -torch.inf, torch.inf).float()
+
+    def _flash_attention_backward(self, dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed,
+                                  offset, *, scale, window_size_left, window_size_right):  # fmt: skip
+        tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+        done = self.call(tensors, cu_q, cu_k, (window_size_left, window_size_right), causal)
+        inside = slice(int(cu_q[0]), int(cu_q[-1]))
+        assert torch.equal(done.lse[:, inside] == -torch.inf, lse[:, inside] == torch.inf)
+        assert torch.isfinite(out[inside]).all()
+        return [self.keep_segments(x, cu) for x, cu in ((done.dq, cu_q), (done.dk, cu_k), (done.dv, cu_k))]
+
+
+PACKED_BANDS = [Band(), CAUSAL, Band(7, 0), Band(3, 4)]
+PACKED_LENGTHS = [((33, 0, 1, 20, 5, 40), (33, 7, 1, 50, 0, 17)), ((65, 3, 20), (65, 3, 20)), ((0, 4), (3, 0))]
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("band", PACKED_BANDS, ids=str)
+def test_varlen_adapter_closes_what_flash_leaves_open(band, gap, monkeypatch):
+    from undertow.kernels.vendor import varlen
+
+    for lengths in PACKED_LENGTHS:
+        problem = Problem.packed(*lengths, band=band, **(SMALL | {"dtype": "bf16", "nheads_kv": 2}))
+        monkeypatch.setattr(varlen, "ATEN", Flash2(problem))
+        check(PEERS["aten_flash_varlen"], problem, gap=gap)
+
+
 GPU_DENSE = {
     "sdpa_flash": [(65, 65, CAUSAL), (33, 50, Band()), (1, 40, Band())],
     "sdpa_cudnn": [(65, 65, CAUSAL), (33, 50, TOP_LEFT), (50, 33, TOP_LEFT), (33, 50, Band()), (1, 40, Band())],
@@ -170,12 +223,12 @@ def test_gpu_dense(name, layout, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gap", [0, 3])
-@pytest.mark.parametrize("band", [Band(), CAUSAL, Band(7, 0), Band(3, 4)], ids=str)
+@pytest.mark.parametrize("band", PACKED_BANDS, ids=str)
 def test_gpu_varlen(band, gap):
     for heads, dim in [((4, 4), 32), ((4, 2), 128), ((2, 1), 72), ((2, 2), 256)]:
         fields = dict(zip(SMALL, (*heads, dim, dim, "bf16"), strict=True))
-        for seqlens_q, seqlens_k in [((33, 0, 1, 20, 5, 40), (33, 7, 1, 50, 0, 17)), ((65, 3, 200), (65, 3, 200))]:
-            problem = Problem.packed(seqlens_q, seqlens_k, band=band, **fields)
+        for lengths in PACKED_LENGTHS:
+            problem = Problem.packed(*lengths, band=band, **fields)
             assert PEERS["aten_flash_varlen"].unsupported(problem, H100) == ()
             check(PEERS["aten_flash_varlen"], problem, gap=gap, device="cuda")
 

@@ -6,6 +6,7 @@ The operators take (batch, head, row, dim) views of any strides that 16-byte loa
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,20 +41,46 @@ def flash_backward(problem: Problem, config: Config, tensors: Tensors, scratch: 
 
 def cudnn_forward(problem: Problem, config: Config, tensors: Tensors) -> None:
     """out and lse of aten::_scaled_dot_product_cudnn_attention."""
-    found = ATEN._scaled_dot_product_cudnn_attention(
-        *_qkv(problem, tensors), None, compute_log_sumexp=True, is_causal=_causal(problem), scale=problem.scale
-    )
-    _store(problem, tensors, {"out": found[0], "lse": found[1].view(tensors["lse"].shape)})
+    q, k, v = _in_one_order(problem, tensors, ("q", "k", "v"))
+    found = _cudnn_forward(q, k, v, is_causal=_causal(problem), scale=problem.scale)
+    _store(problem, tensors, {"out": found[0], "lse": found[1].view(found[1].shape[:3])})
 
 
 def cudnn_backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
     """dq, dk, dv of aten::_scaled_dot_product_cudnn_attention_backward."""
-    q, k, v, dout, out, lse = _saved(problem, tensors)
+    q, k, v, dout, out = _in_one_order(problem, tensors, ("q", "k", "v", "dout", "out"))
+    lse = tensors["lse"].contiguous()
+    lse = lse[..., None] if _cudnn_lse_dims(q.device) == 4 else lse
     found = ATEN._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, *_no_dropout(q), None, None, None, problem.max_seqlen_q, problem.max_seqlen_k, 0.0,
         _causal(problem), scale=problem.scale,
     )  # fmt: skip
     _store(problem, tensors, dict(zip(("dq", "dk", "dv"), found, strict=True)))
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, **fields: Any) -> tuple:
+    return ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True, **fields)
+
+
+@lru_cache(maxsize=16)
+def _cudnn_lse_dims(device: torch.device) -> int:
+    """Dimensions of the LSE of this torch's cuDNN forward, and so of what its backward wants: 3, or 4 with a last 1.
+
+    It changed between releases and the meta kernels do not follow it, so a small forward is asked once.
+    """
+    x = torch.ones(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    return _cudnn_forward(x, x, x)[1].dim()
+
+
+def _in_one_order(problem: Problem, tensors: Tensors, names: tuple[str, ...]) -> list[Tensor]:
+    """Tensors as (batch, head, row, dim), dense and with the dimensions of all in the first one's order in memory.
+
+    cuDNN's graphs are cached by the strides of q, k and v alone, and take those of out and of the results as like q's.
+    """
+    views = [tensors[name].permute(_order(problem)) for name in names]
+    order = sorted(range(3), key=lambda d: -views[0].stride(d)) + [3]
+    back = [order.index(d) for d in range(4)]
+    return [x.permute(order).contiguous().permute(back) for x in views]
 
 
 def efficient_forward(problem: Problem, config: Config, tensors: Tensors) -> None:

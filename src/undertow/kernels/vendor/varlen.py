@@ -47,7 +47,7 @@ class Side:
             return
         # rows past the last real one write to a spare row, so that they cannot hit a real one
         spare = into.new_full((into.shape[0] + 1, *into.shape[1:]), fill)
-        at = torch.where(self.inside, self.rows, into.shape[0])
+        at = torch.where(self.inside, self.rows, into.shape[0]).long()
         into.copy_(spare.index_copy_(0, at, found.to(into.dtype))[:-1])
 
 
@@ -100,7 +100,7 @@ def _self_attention(tensors: Tensors) -> bool:
 
 
 def _side(tensors: Tensors, side: str, total: int) -> Side:
-    cu, used = tensors[f"cu_seqlens_{side}"], tensors.get(f"seqused_{side}")
+    cu, used = tensors[f"cu_seqlens_{side}"].contiguous(), tensors.get(f"seqused_{side}")
     r = torch.arange(total, dtype=torch.int32, device=cu.device)
     if used is None:
         return Side(cu, (r >= cu[0]) & (r < cu[-1]), None)
@@ -113,7 +113,7 @@ def _side(tensors: Tensors, side: str, total: int) -> Side:
 def _sees(problem: Problem, starts_q: Tensor, starts_k: Tensor) -> Tensor:
     """[rows] whether a query row of the packed tensor sees a key; bottom-right aligned, both sides of the band >= 0."""
     r = torch.arange(problem.total_q, dtype=torch.int32, device=starts_q.device)
-    b = torch.searchsorted(starts_q[1:].contiguous(), r, right=True).clamp_(max=problem.batch - 1)
+    b = torch.searchsorted(starts_q[1:], r, right=True).clamp_(max=problem.batch - 1)
     sk = starts_k[b + 1] - starts_k[b]
     sees = sk > 0
     if problem.band.right is not None:
