@@ -29,6 +29,17 @@ class Pending:
     is_local: bool
 
 
+@dataclass(slots=True)
+class _Read:
+    """An LDS read: granules [lanes, n], tag and wave of each lane, its number on the counter, the waves that did it."""
+
+    cells: np.ndarray
+    tags: np.ndarray
+    waves: np.ndarray
+    sequence: np.ndarray
+    group: np.ndarray
+
+
 class Waits:
     """Counters of outstanding memory operations of every wave."""
 
@@ -142,7 +153,10 @@ class LdsShadow:
         self.unretired = np.full(size, -1, i32)  # wave whose read was outstanding at a barrier
         self.unretired_sequence = np.zeros(size, i32)
         self.any_unretired = False
-        self.read_log: list[tuple[Instruction, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.last_write = np.zeros(state.waves, i32)  # number of each wave's last LDS write
+        self.any_unpublished = False
+        self.read_log: list[_Read] = []  # since the last barrier
+        self.unseen: list[_Read] = []  # those of them not yet entered in `reader`
 
     def reset(self) -> None:
         """Nothing was read or written."""
@@ -151,8 +165,9 @@ class LdsShadow:
             tags.fill(NEVER)
         self.unretired.fill(-1)
         self.by_load.fill(False)
-        self.any_load = self.any_unretired = False
-        self.read_log = []
+        self.last_write.fill(0)
+        self.any_load = self.any_unretired = self.any_unpublished = False
+        self.read_log, self.unseen = [], []
 
     def _cells(self, address: np.ndarray, nbytes: int, lanes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Granule numbers [lanes, granules], and tag, epoch and global wave [lanes, 1] of the accesses."""
@@ -179,34 +194,48 @@ class LdsShadow:
         """Check an LDS read of `nbytes` at [waves, lanes] addresses (lanes: bool mask, None for all)."""
         cells, tags, epochs, waves = self._cells(address, nbytes, lanes)
         writer = self.writer[cells]
-        self._complain("lds-uninitialised", x, writer == NEVER, waves, cells, "LDS is read before anything wrote it")
+        if int(writer.min()) == NEVER:
+            self._complain("lds-uninitialised", x, writer == NEVER, waves, cells, "LDS is read before anything wrote it")
         foreign = writer != tags
         now = foreign & (writer >> WAVE_BITS == epochs)
         self._complain("lds-race", x, now, waves, cells, "read after write (RAW): another wave wrote this LDS since the last barrier")
-        owner = self.write_wave[cells]
-        unpublished = (owner != waves) & (writer != NEVER) & (self.write_sequence[cells] > self.waits.at_barrier["lgkmcnt"][owner]) & ~now
+        if self.any_load or self.any_unpublished:
+            self._check_published(x, cells, waves, foreign & ~now & (writer != NEVER))
+        entry = _Read(cells, tags, waves, self.waits.issued["lgkmcnt"] + 1, self.state.group.copy())
+        self.read_log.append(entry)
+        self.unseen.append(entry)
+
+    def _check_published(self, x: Instruction, cells: np.ndarray, waves: np.ndarray, foreign: np.ndarray) -> None:
+        """Writes of earlier intervals: were they complete when their wave passed the barrier?"""
+        owner, sequence = self.write_wave[cells], self.write_sequence[cells]
+        open_write = foreign & (sequence > self.waits.at_barrier["lgkmcnt"][owner])
         if self.any_load:
             load = self.by_load[cells]
-            unpublished &= ~load
-            own = load & (owner == waves) & (self.write_sequence[cells] > self.waits.done["vmcnt"][owner])
-            other = load & (owner != waves) & (self.write_sequence[cells] > self.waits.at_barrier["vmcnt"][owner])
-            self._complain("lds-load", x, own | other, waves, cells, "read before an s_waitcnt vmcnt guarantees the load that writes this LDS")
-        self._complain(
-            "lds-publish", x, unpublished, waves, cells, "another wave's write was not retired by s_waitcnt lgkmcnt before the barrier"
-        )
-        old = self.reader[cells]
-        self.reader[cells] = tags
-        shared = ((old != tags) & (old >> WAVE_BITS == epochs)) | (self.reader[cells] != tags)
-        if shared.any():
-            self.many_readers[cells[shared]] = np.broadcast_to(epochs, cells.shape)[shared]
-        sequence = self.waits.issued["lgkmcnt"] + 1
-        self.read_log.append((x, cells, np.broadcast_to(waves, cells.shape), sequence))
+            open_write &= ~load
+            limit = np.where(owner == waves, self.waits.done["vmcnt"][owner], self.waits.at_barrier["vmcnt"][owner])
+            text = "read before an s_waitcnt vmcnt guarantees the load that writes this LDS"
+            self._complain("lds-load", x, load & (sequence > limit), waves, cells, text)
+        text = "another wave's write was not retired by s_waitcnt lgkmcnt before the barrier"
+        self._complain("lds-publish", x, open_write, waves, cells, text)
+
+    def _enter_reads(self) -> None:
+        """Bring `reader` up to date: done only when a write needs it."""
+        for entry in self.unseen:
+            cells, tags = entry.cells, entry.tags
+            old = self.reader[cells]
+            self.reader[cells] = tags
+            epochs = tags >> WAVE_BITS
+            shared = ((old != tags) & (old >> WAVE_BITS == epochs)) | (self.reader[cells] != tags)
+            if shared.any():
+                self.many_readers[cells[shared]] = np.broadcast_to(epochs, cells.shape)[shared]
+        self.unseen = []
 
     def write(
         self, x: Instruction, address: np.ndarray, nbytes: int, lanes: np.ndarray | None, values: np.ndarray | None = None, load: bool = False
     ) -> None:
         """Check an LDS write, before it happens. `values` [lanes, granules] are the new contents where they are known:
         two waves that write the same value do not race."""
+        self._enter_reads()
         cells, tags, epochs, waves = self._cells(address, nbytes, lanes)
         writer, reader = self.writer[cells], self.reader[cells]
         clash = (writer != tags) & (writer >> WAVE_BITS == epochs)
@@ -232,6 +261,8 @@ class LdsShadow:
             self._complain("lds-recycle", x, (holder >= 0) & (holder != waves) & late, waves, cells, text)
         self.write_wave[cells] = waves
         self.write_sequence[cells] = (self.waits.issued["vmcnt" if load else "lgkmcnt"] + 1)[waves]
+        if not load:
+            np.copyto(self.last_write, self.waits.issued["lgkmcnt"] + 1, where=self.state.group)
         if load or self.any_load:
             self.any_load = True
             self.by_load[cells] = load
@@ -239,15 +270,17 @@ class LdsShadow:
     def barrier(self, released: np.ndarray) -> None:
         """These waves passed a barrier: note reads still outstanding, open a new epoch."""
         done = self.waits.done["lgkmcnt"]
+        self.any_unpublished |= bool((self.last_write > done)[released].any())
         if (self.waits.issued["lgkmcnt"] > done)[released].any():
-            for _, cells, waves, sequence in self.read_log:
-                open_read = released[waves] & (sequence > done)[waves]
+            for entry in self.read_log:
+                open_read = np.broadcast_to(released[entry.waves] & (entry.sequence > done)[entry.waves], entry.cells.shape)
                 if open_read.any():
                     self.any_unretired = True
-                    where = cells[open_read]
-                    self.unretired[where] = waves[open_read]
-                    self.unretired_sequence[where] = sequence[waves[open_read]]
-        self.read_log = [] if released.all() else [e for e in self.read_log if not released[e[2]].all()]
+                    where, holder = entry.cells[open_read], np.broadcast_to(entry.waves, entry.cells.shape)[open_read]
+                    self.unretired[where] = holder
+                    self.unretired_sequence[where] = entry.sequence[holder]
+        self.read_log = [e for e in self.read_log if (e.group & ~released).any()]
+        self.unseen = [e for e in self.unseen if (e.group & ~released).any()]
         self.epoch[released] += 1
 
 
