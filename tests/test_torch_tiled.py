@@ -21,6 +21,15 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 3e-3, "fp16": 4e-4}  # relative Frobenius; 16
 NAN = float("nan")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiles this small gain nothing from a second thread, and wait for it where other work holds the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def odd_strides(shape, dtype, seed):
     """A NaN tensor of `shape` inside a bigger one, its dimensions in another order in memory; last stride 1."""
     order = torch.randperm(len(shape) - 1, generator=torch.Generator().manual_seed(seed)).tolist() + [len(shape) - 1]

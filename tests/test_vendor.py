@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_torch_tiled import NAN, close, make
+from test_torch_tiled import NAN, close, make, one_thread  # noqa: F401
 
 from undertow.kernels.vendor import KERNELS
 from undertow.problem import Band, Problem

@@ -10,14 +10,14 @@ from ..spec import Config
 ROWS = 256  # query rows of a tile, the heads of a GQA group folded in
 KEYS = 512  # keys of a tile
 MAIN = {"zeroed": False, "written_by": "main", "read_by": "main"}
-SCORES = 2 * ROWS * KEYS  # scores a tile holds over all the heads it batches: S and dP stay in two cores' caches
+SCORES = 4 * ROWS * KEYS  # scores a tile holds over all the kv heads it batches: S and dP take 2 MiB each
 
 
 def config(problem: Problem, target: Target, which: str) -> Config:
     """Tiles of about SCORES scores: short or few rows are made up by more keys, short keys by more heads."""
     block_m = _clamp(problem.max_seqlen_q, 1, max(16, ROWS // problem.group))
     rows = block_m * problem.group
-    block_n = _clamp(problem.max_seqlen_k, 1, max(KEYS, SCORES // (2 * rows)))
+    block_n = _clamp(problem.max_seqlen_k, 1, max(KEYS, ROWS * KEYS // rows))
     heads = _clamp(problem.nheads_kv, 1, max(1, SCORES // (rows * block_n)))
     return Config(block_m, block_n, switches=(("heads", heads),))
 
