@@ -43,7 +43,7 @@ def field(a: np.ndarray, start: np.ndarray, width: np.ndarray) -> np.ndarray:
 def signed_field(a: np.ndarray, start: np.ndarray, width: np.ndarray) -> np.ndarray:
     """Signed bit field of a u32; start and width modulo 32, width 0 gives 0."""
     width = width & u32(31)
-    raw = field(a, start, width)
+    raw = (a.view(i32) >> (start & u32(31)).astype(i32)).view(u32) & ((u32(1) << width) - u32(1))
     sign = (u32(1) << width) >> u32(1)
     return (raw ^ sign) - sign
 
@@ -173,11 +173,17 @@ def _exponent(a: np.ndarray) -> np.ndarray:
 
 
 def _ldexp(a: np.ndarray, n: np.ndarray) -> np.ndarray:
-    return np.ldexp(a, np.clip(n, -400, 400)).astype(a.dtype)
+    return np.ldexp(a, np.clip(n, -2200, 2200)).astype(a.dtype)
 
 
 def _median(low: Callable, high: Callable) -> Callable:
     return lambda a, b, c: high(low(a, b), low(high(a, b), c))
+
+
+def _median_float(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """v_med3_f32: with a NaN among the sources, their minimum."""
+    some_nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
+    return np.where(some_nan, np.fmin(np.fmin(a, b), c), _median(np.fmin, np.fmax)(a, b, c))
 
 
 def _u24(a: np.ndarray) -> np.ndarray:
@@ -230,7 +236,7 @@ OPS: dict[str, LaneOp] = {
     "v_add_f32": _op(F2, np.add), "v_sub_f32": _op(F2, np.subtract), "v_subrev_f32": _op(F2, lambda a, b: b - a),
     "v_mul_f32": _op(F2, np.multiply), "v_mul_legacy_f32": _op(F2, legacy_multiply),
     "v_max_f32": _op(F2, np.fmax), "v_min_f32": _op(F2, np.fmin),
-    "v_max3_f32": _op(F3, _three(np.fmax)), "v_min3_f32": _op(F3, _three(np.fmin)), "v_med3_f32": _op(F3, _median(np.fmin, np.fmax)),
+    "v_max3_f32": _op(F3, _three(np.fmax)), "v_min3_f32": _op(F3, _three(np.fmin)), "v_med3_f32": _op(F3, _median_float),
     "v_maximum3_f32": _op(F3, _three(np.maximum)), "v_minimum3_f32": _op(F3, _three(np.minimum)),
     "v_fma_f32": _op(F3, fma), "v_fmac_f32": _op(F3, fma, accumulates=True), "v_fmaak_f32": _op(F3, fma),
     "v_fmamk_f32": _op(F3, lambda a, k, b: fma(a, k, b)), "v_mac_f32": _op(F3, lambda a, b, c: a * b + c, accumulates=True),

@@ -52,10 +52,9 @@ def _nonzero(function: Callable) -> Callable:
     return both
 
 
-def _chosen(function: Callable) -> Callable:
+def _chosen(function: Callable, prefers_first: Callable) -> Callable:
     def both(a: np.ndarray, b: np.ndarray, scc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        value = function(a, b)
-        return value, value == a
+        return function(a, b), prefers_first(a, b)
 
     return both
 
@@ -150,8 +149,8 @@ ARITHMETIC: dict[str, tuple[str, str, Callable]] = {
     "s_add_u32": ("u32", "u32 u32", _add), "s_addc_u32": ("u32", "u32 u32", _addc), "s_sub_u32": ("u32", "u32 u32", _sub),
     "s_subb_u32": ("u32", "u32 u32", _subb), "s_add_i32": ("i32", "i32 i32", _add_signed), "s_sub_i32": ("i32", "i32 i32", _sub_signed),
     "s_mul_i32": ("u32", "u32 u32", _keep(np.multiply)), "s_mul_hi_u32": ("u32", "u32 u32", _keep(_high)), "s_mul_hi_i32": ("i32", "i32 i32", _keep(_high)),
-    "s_max_i32": ("i32", "i32 i32", _chosen(np.maximum)), "s_min_i32": ("i32", "i32 i32", _chosen(np.minimum)),
-    "s_max_u32": ("u32", "u32 u32", _chosen(np.maximum)), "s_min_u32": ("u32", "u32 u32", _chosen(np.minimum)),
+    "s_max_i32": ("i32", "i32 i32", _chosen(np.maximum, np.greater_equal)), "s_min_i32": ("i32", "i32 i32", _chosen(np.minimum, np.less)),
+    "s_max_u32": ("u32", "u32 u32", _chosen(np.maximum, np.greater_equal)), "s_min_u32": ("u32", "u32 u32", _chosen(np.minimum, np.less)),
     "s_mov_b32": ("u32", "u32", _keep(lambda a: a)), "s_mov_b64": ("u64", "u64", _keep(lambda a: a)),
     "s_not_b32": ("u32", "u32", _nonzero(np.invert)), "s_not_b64": ("u64", "u64", _nonzero(np.invert)), "s_abs_i32": ("i32", "i32", _nonzero(_abs)),
     "s_brev_b32": ("u32", "u32", _keep(reverse_bits)), "s_bcnt1_i32_b32": ("u32", "u32", _nonzero(count_ones)), "s_bcnt1_i32_b64": ("u32", "u64", _nonzero(_count64)),
