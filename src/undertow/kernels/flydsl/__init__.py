@@ -1,0 +1,47 @@
+"""FlyDSL kernels for gfx942 and gfx950: compiled offline, executed in simulation, never timed on AMD hardware."""
+
+from __future__ import annotations
+
+from ...problem import Problem
+from ...target import Target
+from ..spec import Config, Kernel, Limit, Tensors
+from .plan import config, plan_workspace
+
+MULTIPLE = 32
+MAX_GRID = 65535
+
+
+def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
+    """Fill dq, dk, dv and dsink; see `launch.backward`."""
+    from . import launch
+
+    launch.backward(problem, config, tensors, scratch)
+
+
+def _dim_limit(name: str) -> Limit:
+    def holds(problem: Problem, target: Target) -> bool:
+        return getattr(problem, name) % MULTIPLE == 0
+
+    return Limit(
+        f"{name}={{p.{name}}} is no multiple of {MULTIPLE}",
+        holds,
+        f"pad {name} to the next multiple of {MULTIPLE}, or name kernel='triton'",
+    )
+
+
+KERNEL = Kernel(
+    name="flydsl",
+    about="fused KV-outer backward, five products, dQ by fp32 atomics; deterministic: dQ by one that owns its rows",
+    archs=frozenset({"gfx942", "gfx950"}),
+    limits=(
+        Limit("dtype is {p.dtype}, the matrix instructions used take bf16 and fp16", lambda p, t: p.dtype != "fp32",
+              "cast to bf16 or fp16"),
+        _dim_limit("head_dim_qk"),
+        _dim_limit("head_dim_v"),
+        Limit("batch={p.batch}, nheads_q={p.nheads_q}: a grid axis holds 65535",
+              lambda p, t: max(p.batch, p.nheads_q) <= MAX_GRID),
+    ),
+    config=config,
+    plan_workspace=plan_workspace,
+    backward=backward,
+)  # fmt: skip

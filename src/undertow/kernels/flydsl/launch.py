@@ -1,0 +1,75 @@
+"""Steps to a device: compiled once a build, then called on the current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ...problem import Problem
+from ..spec import Config, Tensors
+from .compiler import arguments, compile_launcher, launcher
+from .steps import Step, backward_steps
+
+FARTHEST = 1 << 21
+"""Elements between neighbouring rows that keep the byte offsets of a 128-row block below 2**30."""
+
+
+def backward(
+    problem: Problem, config: Config, tensors: Tensors, scratch: Tensors, run: Callable[[Step], None] | None = None
+) -> None:
+    """Fill dq, dk, dv and dsink: preprocess, main, convert, gaps. `run` launches a step; default: on the device."""
+    run = run_on_device if run is None else run
+    tensors = dict(tensors) | {n: _readable(n, tensors[n]) for n in ("q", "k", "v", "dout", "out")}
+    for name in ("dq", "dk", "dv"):
+        _check_writable(name, tensors[name])
+    if min(problem.batch, problem.total_q, problem.total_k) == 0:
+        for name in ("dq", "dk", "dv", "dsink"):
+            if tensors.get(name) is not None:
+                tensors[name].zero_()
+        return
+    for step in backward_steps(problem, config, tensors, scratch):
+        run(step)
+    if problem.has_sink:
+        tensors["dsink"].copy_(scratch["dsink_rows"].flatten(1).sum(1))
+
+
+def run_on_device(step: Step) -> None:
+    """Launch one step on the current stream of its first tensor's device; compiled on first use of its key."""
+    jit, compiled = _compiled(step.key)
+    stream = torch.cuda.current_stream().cuda_stream
+    compiled(*arguments(jit, step.key, step.args), *step.grid, stream)
+
+
+@lru_cache(maxsize=256)
+def _compiled(key: tuple[str, str, Any, frozenset[str]]) -> tuple[Any, Any]:
+    jit = launcher(key)
+    return jit, compile_launcher(jit, key)
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Whether rows start on dword boundaries, do not overlap, and lie near enough for 32-bit offsets in a block."""
+    rows = tensor.stride()[:-1]
+    dense = all(n == 1 or s >= tensor.shape[-1] for n, s in zip(tensor.shape[:-1], rows, strict=True))
+    whole = tensor.data_ptr() % 4 == 0 and all(s % 2 == 0 for s in rows)
+    return tensor.stride(-1) == 1 and dense and whole and max(rows, default=0) <= FARTHEST
+
+
+def _readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy where the kernels cannot read its strides."""
+    if _aligned(tensor):
+        return tensor
+    copy = tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+    if not _aligned(copy):
+        raise NotImplementedError(f"{name} has strides {copy.stride()}, wanted rows at most {FARTHEST} elements apart")
+    return copy
+
+
+def _check_writable(name: str, tensor: torch.Tensor) -> None:
+    if not _aligned(tensor):
+        raise NotImplementedError(
+            f"{name} has strides {tensor.stride()} at {tensor.data_ptr():#x}, wanted last stride 1, even strides of at "
+            f"least its rows' width and at most {FARTHEST}, and a 4-byte aligned start"
+        )

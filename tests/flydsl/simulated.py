@@ -1,0 +1,107 @@
+"""One backward of the FlyDSL kernels as gfx942 or gfx950 machine code on a CPU, through the gates of verify."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from undertow import cost, reference, simulator
+from undertow.instruments import inputs, verify
+from undertow.kernels import alloc
+from undertow.kernels.flydsl import compiler, launch, plan
+from undertow.target import TARGETS
+
+CPU = torch.device("cpu")
+COSINE = 0.99999  # on normal inputs; the bf16 accumulator states its own
+
+
+@dataclass
+class Run:
+    """What one backward left: the call's tensors, scratch, one (step, report) a launch, parity by tensor."""
+
+    problem: object
+    config: object
+    tensors: dict
+    scratch: dict
+    reports: list
+    parity: list
+
+    @property
+    def mfma(self):
+        return sum(count for _, report in self.reports for op, count in report.opcodes.items() if op.startswith("v_mfma"))
+
+
+def call(problem, *, seed=0, outliers=False, gap=0, fill=float("nan")):
+    """Inputs with the reference's forward; `gap` rows of NaN behind every packed segment."""
+    tensors = inputs.make(problem, seed=seed, outliers=outliers)
+    tensors = inputs.with_gaps(problem, tensors, gap, fill=fill) if gap else tensors
+    clean = {n: torch.nan_to_num(x) if n in ("q", "k", "v", "dout") else x for n, x in tensors.items()}
+    exact = reference.attention(problem, clean)
+    dtype = alloc.DTYPE[problem.dtype]
+    tensors["out"] = reference.from_thd(exact.out, problem.layout, problem.batch).to(dtype)
+    lse = exact.lse.float()
+    if not problem.is_packed:
+        lse = lse.unflatten(1, (problem.batch, -1)).transpose(0, 1).contiguous()
+    # Input out and lse of rows that see no key are ignored, whatever they hold.
+    tensors["lse"] = torch.where(lse.isinf(), torch.nan, lse)
+    return tensors
+
+
+def run(problem, config=None, *, arch="gfx942", tensors=None, seed=0, wave_seed=None, steps_of=None):
+    """Every launch under the simulator with NaN-poisoned, fenced scratch and outputs."""
+    config = plan.config(problem, TARGETS[arch], "backward") if config is None else config
+    tensors = call(problem, seed=seed) if tensors is None else dict(tensors)
+    if problem.is_packed:
+        problem = replace(problem, total_q=tensors["q"].shape[0], total_k=tensors["k"].shape[0])
+    scratch = alloc.Fence(plan.plan_workspace(problem, config), CPU)
+    for name, like in (("dq", "q"), ("dk", "k"), ("dv", "v")):
+        tensors[name] = torch.full_like(tensors[like], float("nan"))
+    tensors["dsink"] = torch.full((problem.nheads_q,), float("nan")) if problem.has_sink else None
+    reports = []
+
+    def on_simulator(step):
+        if 0 in step.grid:
+            return
+        options = simulator.Options(seed=wave_seed)
+        args = step.flat()
+        if steps_of is not None:
+            args = steps_of(step, args)
+        report = simulator.isa(compiler.isa(step.key), None, step.grid, step.block, args, target=arch, options=options)
+        reports.append((step, report))
+
+    launch.backward(problem, config, tensors, scratch.tensors, run=on_simulator)
+    scratch.check()
+    got = {n: tensors[n] for n in ("dq", "dk", "dv", *(("dsink",) if problem.has_sink else ()))}
+    parity = verify.compare(problem, tensors, got | {"out": tensors["out"], "lse": tensors["lse"]})
+    parity = [p for p in parity if p.tensor in got]
+    return Run(problem, config, tensors, scratch.tensors, reports, parity)
+
+
+def check(done, *, cosine=COSINE):
+    """Every gate green, no finding of the simulator, and MFMA counts as predicted exactly."""
+    faults = [f"{step.builder}: {f}" for step, report in done.reports for f in report.errors]
+    assert not faults, faults[:5]
+    for found in done.parity:
+        assert found.ok, found
+        assert found.cosine >= cosine, found
+    assert done.mfma == predicted(done)
+
+
+def predicted(done):
+    """MFMA of the launches, from cost.py's decomposition."""
+    g = plan.geometry_of(done.problem, done.config)
+    count = cost.mfma_count(done.problem, g.block_m, g.block_n, g.mfma_k, g.gemms)
+    if g.accumulate == "none":
+        count += owner_count(done.problem, plan.owner_of(g))
+    return count
+
+
+def owner_count(problem, g):
+    """The same for the kernel that streams keys past its own query rows."""
+    from undertow.mask import k_range
+
+    tiles = 0
+    for sq, sk in problem.segments:
+        for i0 in range(0, sq, g.block_n):
+            lo, hi = k_range((i0, min(i0 + g.block_n, sq)), sq, sk, problem.band)
+            tiles += len(range(lo // g.block_m, -(-hi // g.block_m))) if lo < hi else 0
+    return tiles * problem.nheads_q * cost.mfma_per_tile(problem, g.block_m, g.block_n, g.mfma_k, g.gemms)
