@@ -195,12 +195,14 @@ def _i24(a: np.ndarray) -> np.ndarray:
 
 
 def _divide_fixup(quotient: np.ndarray, denominator: np.ndarray, numerator: np.ndarray) -> np.ndarray:
-    """v_div_fixup_f32: the special cases of numerator / denominator around the computed quotient."""
+    """v_div_fixup_f32: the special cases of numerator / denominator around the computed quotient. A NaN quotient of
+    finite numbers is an overflow of the refinement steps, and becomes infinity.
+    """
     sign = np.signbit(denominator) ^ np.signbit(numerator)
     signed = lambda magnitude: np.where(sign, -magnitude, magnitude).astype(f32)
     zero_d, zero_n = denominator == 0, numerator == 0
     inf_d, inf_n = np.isinf(denominator), np.isinf(numerator)
-    out = signed(np.abs(quotient))
+    out = signed(np.where(np.isnan(quotient), f32(np.inf), np.abs(quotient)))
     out = np.where(inf_d | zero_n, signed(np.broadcast_to(f32(0), out.shape)), out)
     out = np.where(zero_d | inf_n, signed(np.broadcast_to(f32(np.inf), out.shape)), out)
     out = np.where((zero_d & zero_n) | (inf_d & inf_n), f32(np.nan), out)

@@ -39,7 +39,7 @@ def signed(b: Builder, value: np.ndarray | Getter, negate: bool, absolute: bool,
     if not negate and not absolute:
         return value
     get = as_getter(value)
-    if kind == "u32":
+    if kind == "u32" and b.instruction.opcode in ("v_mov_b32", "v_cndmask_b32"):
         keep, flip = u32(0x7FFFFFFF if absolute else 0xFFFFFFFF), u32(0x80000000 if negate else 0)
         return lambda: (get() & keep) ^ flip
     if kind not in FLOATS:
@@ -627,7 +627,7 @@ def _div_scale(b: Builder) -> Run:
             ((num == 0) | (den == 0), f32(np.nan), False),
             (far, np.where(s0 == den, up, same), True),
             (denormal(den), up, False),
-            (inverse_tiny & ratio_tiny, np.where(s0 == den, up, same), True),
+            (inverse_tiny & ratio_tiny, np.where(s0 == den, down, same), True),
             (inverse_tiny, down, False),
             (ratio_tiny, np.where(s0 == num, up, same), True),
             (exponent(num) <= 23, up, False),
@@ -640,6 +640,9 @@ def _div_scale(b: Builder) -> Run:
 
 
 def _div_fmas(b: Builder) -> Run:
+    """v_div_fmas_f32: the scaling of v_div_scale undone. The CDNA pseudocode says 2^32 where its own v_div_scale scales by
+    2^64; the rule here (2^64, or 2^-64 for small quotients) is RDNA's, and the one that divides right.
+    """
     b.expect(4)
     b.allow()
     getters = [as_getter(source(b, p, "f32")) for p in (1, 2, 3)]
@@ -648,8 +651,10 @@ def _div_fmas(b: Builder) -> Run:
     vcc = state.pair(VCC)
 
     def run() -> None:
-        value = fma(*[g() for g in getters])
-        write(np.where(bits_to_lanes(vcc), value * f32(2.0**32), value).astype(f32))
+        addend = np.asarray(getters[2]())
+        value = fma(getters[0](), getters[1](), addend)
+        scale = np.where(np.abs(addend) >= 2, f32(2.0**64), f32(2.0**-64))
+        write(np.where(bits_to_lanes(vcc), value * scale, value).astype(f32))
 
     return run
 
