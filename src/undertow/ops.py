@@ -166,8 +166,8 @@ def attention_backward(
         lse_layout: "bhs" (default), or "bsh". An lse whose shape fits both is refused unless this is given.
         lse_base: "e", or "2" for an lse in log2 units.
         dq, dk, dv: outputs to write into, any strides; returned as given.
-        workspace: scratch owned by the caller: a contiguous tensor of at least `workspace_nbytes(...)` bytes at a
-            256-byte boundary on q's device, or a callable (nbytes, zero_init) -> such a tensor, zeroed where zero_init.
+        workspace: scratch owned by the caller: a contiguous tensor of at least `workspace_nbytes(...)` bytes on q's
+            device, at a 256-byte boundary (64 on a CPU), or a callable (nbytes, zero_init) -> such a tensor.
             With it, or with dq, dk, dv, the call is not traceable by torch.compile.
 
     Returns:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..workspace import ALIGNMENT, WorkspacePlan
 
 DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
+HOST_ALIGNMENT = 64  # what torch's CPU allocator gives; a device needs ALIGNMENT
 GUARD_BYTES = 4096
 GUARD_BYTE = 0xA5
 POISON_BYTE = 0xFF  # every float format reads 0xFF.. as NaN
@@ -45,12 +46,13 @@ def resolve(workspace: Workspace, plan: WorkspacePlan, device: torch.device) -> 
     if not isinstance(memory, Tensor):
         raise ValueError(f"workspace gave a {type(memory).__name__}, wanted a tensor of {plan.nbytes} bytes")
     have = memory.numel() * memory.element_size()
+    boundary = HOST_ALIGNMENT if device.type == "cpu" else ALIGNMENT
     faults = {
         f"workspace is on {memory.device}, wanted {device}": memory.device != device,
         f"workspace has {have} bytes, needs {plan.nbytes}": have < plan.nbytes,
         f"workspace strides are {memory.stride()}, wanted contiguous": not memory.is_contiguous(),
-        f"workspace starts at {memory.data_ptr():#x}, wanted a multiple of {ALIGNMENT}": plan.nbytes > 0
-        and memory.data_ptr() % ALIGNMENT != 0,
+        f"workspace starts at {memory.data_ptr():#x}, wanted a multiple of {boundary}": plan.nbytes > 0
+        and memory.data_ptr() % boundary != 0,
     }
     for fault, found in faults.items():
         if found:
@@ -84,12 +86,10 @@ class Fence:
 
     def check(self) -> None:
         """Raise RuntimeError naming the buffer beside which a guard byte changed."""
-        edges = [(name, end) for name, _, end in self._spans]
-        starts = [start for _, start, _ in self._spans[1:]] + [self._memory.numel()]
-        for (name, end), start in zip(edges, starts, strict=True):
-            self._intact(end, start, f"behind {name}")
-        first = self._spans[0][1] if self._spans else self._memory.numel()
-        self._intact(0, first, "before the first buffer")
+        ends = [("before the first buffer", 0), *((f"behind {name}", end) for name, _, end in self._spans)]
+        starts = [*(start for _, start, _ in self._spans), self._memory.numel()]
+        for (where, end), start in zip(ends, starts, strict=True):
+            self._intact(end, start, where)
 
     def _intact(self, start: int, end: int, where: str) -> None:
         broken = (self._memory[start:end] != GUARD_BYTE).nonzero()
