@@ -173,6 +173,7 @@ class LdsShadow:
         """Granule numbers [lanes, granules], and tag, epoch and global wave [lanes, 1] of the accesses."""
         tag = (self.epoch << WAVE_BITS) | self.wave
         cell = address // self.granule + self.base[:, None]
+        self.active = lanes
         tags = np.broadcast_to(tag[:, None], cell.shape)
         waves = self.global_wave
         if lanes is not None:
@@ -188,7 +189,8 @@ class LdsShadow:
             lane, part = (int(v[0]) for v in np.nonzero(np.broadcast_to(bad, cells.shape)))
             wave = int(np.broadcast_to(waves, cells.shape)[lane, part])
             address = int(cells[lane, part] - self.base[wave]) * self.granule
-            self.report.add_at(kind, x, wave, address=address, text=text, count=int(bad.sum()))
+            number = lane % LANES if self.active is None else int(np.nonzero(self.active)[1][lane])
+            self.report.add_at(kind, x, wave, lane=number, address=address, text=text, count=int(bad.sum()))
 
     def read(self, x: Instruction, address: np.ndarray, nbytes: int, lanes: np.ndarray | None) -> None:
         """Check an LDS read of `nbytes` at [waves, lanes] addresses (lanes: bool mask, None for all)."""
