@@ -21,6 +21,7 @@ from .target import Target, detect
 DTYPE_NAME = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SAME_DTYPE = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 LN2 = 0.6931471805599453
+MAX_TOKEN_STRIDE = 1 << 24
 
 
 class Grads(NamedTuple):
@@ -54,7 +55,7 @@ def attention(
         q, k, v: bf16, fp16 or fp32 of one dtype; for layout "bshd" (batch, seqlen, nheads, head_dim), also "sbhd" and
             "bhsd". Head dims are multiples of 8 up to 256; q and k share one, v may have another. nheads_q is a
             multiple of nheads_kv: query head h reads kv head h // (nheads_q // nheads_kv). Any strides; a tensor whose
-            last stride is not 1 is copied.
+            last stride is not 1, or whose token stride is 2^24 elements or more, is copied.
         causal: query i sees keys up to i + seqlen_k - seqlen_q (bottom-right, as flash-attention >= 2.1).
         window_size: (left, right) keys visible beside the diagonal, inclusive, -1 unbounded; causal means right = 0.
         softmax_scale: default 1/sqrt(head_dim_qk).
@@ -259,7 +260,7 @@ def _forward(
     expected, checked = shapes(problem), settings().checked
     tensors["out"] = alloc.output(expected["out"], q.dtype, q.device, poison=checked)
     tensors["lse"] = alloc.output(expected["lse"], torch.float32, q.device, poison=checked)
-    chosen.forward(problem, chosen.config(problem, target, "forward"), _unit_stride(tensors))
+    chosen.forward(problem, chosen.config(problem, target, "forward"), _addressable(tensors, layout))
     return tensors["out"], tensors["lse"]
 
 
@@ -350,13 +351,13 @@ def _run_backward(
     memory = alloc.resolve(workspace, plan, q.device)
     work = {n: tensors[n] for n in tensors}
     for n in ("dq", "dk", "dv"):
-        usable = n in outs and outs[n].stride(-1) == 1
+        usable = n in outs and _reachable(outs[n], problem.layout)
         work[n] = outs[n] if usable else alloc.output(expected[n], q.dtype, q.device, poison=checked)
     if problem.has_sink:
         work["dsink"] = alloc.output(expected["dsink"], torch.float32, q.device, poison=checked)
     fence = alloc.Fence(plan, q.device) if checked and memory is None else None
     scratch = fence.tensors if fence is not None else alloc.scratch(plan, q.device, memory)
-    chosen.backward(problem, config, _unit_stride(work), scratch)
+    chosen.backward(problem, config, _addressable(work, problem.layout), scratch)
     if fence is not None:
         fence.check()
     for n, given in outs.items():
@@ -371,17 +372,22 @@ def _plan(problem: Problem, target: Target, name: str | None) -> tuple:
     return chosen, config, chosen.plan_workspace(problem, config)
 
 
-def _unit_stride(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Head-dim tensors whose last stride is not 1 are copied; the sink is made fp32 and contiguous."""
+def _addressable(tensors: dict[str, Tensor | None], layout: str) -> dict[str, Tensor | None]:
+    """The same tensors, copied where a kernel could not address them; the sink fp32 and contiguous."""
     ready = dict(tensors)
     for n in SAME_DTYPE:
-        if ready.get(n) is not None and ready[n].stride(-1) != 1:
+        if ready.get(n) is not None and not _reachable(ready[n], layout):
             ready[n] = ready[n].contiguous()
     if ready["sink"] is not None:
         ready["sink"] = ready["sink"].float().contiguous()
     for n in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
         ready[n] = None if ready[n] is None else ready[n].contiguous()
     return ready
+
+
+def _reachable(tensor: Tensor, layout: str) -> bool:
+    """Whether kernels can walk it: head dim contiguous, and 128 rows of a tile within 31 bits of elements."""
+    return tensor.stride(-1) == 1 and tensor.stride(AXES[layout].index("s")) < MAX_TOKEN_STRIDE
 
 
 # ---- arguments

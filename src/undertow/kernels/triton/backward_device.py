@@ -11,9 +11,10 @@ from .chunks_device import (
     dot_add,
     dot_nt,
     keys_seen,
+    load_rows,
     load_tile,
     locate,
-    row_offsets,
+    row_ptr,
     rows_that_see,
     scaled,
     segment,
@@ -33,7 +34,7 @@ def grad_scores(a, b, c, d, lse, delta, keep, scale, softcap, MASKED: tl.constex
     # 1 S = Q K^T
     s, slope = capped(dot_nt(a, b, PRECISION), scale, softcap)
     # 2 P = exp(S - LSE)
-    p = tl.exp2(s * LOG2E - lse * LOG2E)
+    p = tl.exp2(s - lse * LOG2E)
     if MASKED:
         p = tl.where(keep, p, 0.0)
     # 3 dP = dO V^T
@@ -54,14 +55,17 @@ def sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, bounds, j, li
     dk_acc, dv_acc = grads
     i_first, i_last, i_end = bounds
     b, h, start_q = place
+    r = tl.arange(0, BLOCK_M)
     for i0 in range(i_first, i_last, BLOCK_M):
-        i = i0 + tl.arange(0, BLOCK_M)  # [M]
-        live_i = (i < i_end) if MASKED else (i >= 0)
-        q_tile = load_tile(q, row_offsets(q, b, h, start_q + i), live_i, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
-        do_tile = load_tile(dout, row_offsets(dout, b, h, start_q + i), live_i, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
-        lse_i = tl.load(lse.ptr + row_offsets(lse, b, h, start_q + i), mask=live_i, other=0.0)  # [M]
-        delta_i = tl.load(delta.ptr + row_offsets(delta, b, h, start_q + i), mask=live_i, other=0.0)  # [M]
-        keep = visible(i[None, :], j[:, None], shift, window) & live_i[None, :] & live_j[:, None]  # [N, M]
+        row = start_q + i0
+        live_i, keep = None, None
+        if MASKED:
+            live_i = i0 + r < i_end  # [M]
+            keep = visible(live_i[None, :] & live_j[:, None], (i0 + r)[None, :], j[:, None], shift, window)  # [N, M]
+        q_tile = load_tile(q, row_ptr(q, b, h, row), r, live_i, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
+        do_tile = load_tile(dout, row_ptr(dout, b, h, row), r, live_i, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
+        lse_i = load_rows(lse, row_ptr(lse, b, h, row), r, live_i)  # [M]
+        delta_i = load_rows(delta, row_ptr(delta, b, h, row), r, live_i)  # [M]
         p_t, ds_t = grad_scores(k_tile, q_tile, v_tile, do_tile, lse_i[None, :], delta_i[None, :], keep, scale, softcap,
                                 MASKED, PRECISION)  # fmt: skip
         # 5 dV += P^T dO
@@ -72,7 +76,7 @@ def sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, bounds, j, li
         # 7 dQ += dS K
         if dq_acc is not None:
             dq_tile = dot_add(zero_tile(BLOCK_M, QK_LO, QK_HI), tl.trans(ds_t), k_tile, PRECISION)  # [M, DQK]
-            add_tile(dq_acc, row_offsets(dq_acc, b, h, start_q + i), live_i, dq_tile, HEAD_DIM_QK, QK_LO)
+            add_tile(dq_acc, row_ptr(dq_acc, b, h, row), r, live_i, dq_tile, HEAD_DIM_QK, QK_LO)
     return dk_acc, dv_acc
 
 
@@ -98,11 +102,12 @@ def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, windo
     zero_gap(dv, b, h_kv, start_k, seqlen_k + j0, step, room_k, BLOCK_N, HEAD_DIM_V, V_LO, V_HI)
     if j0 >= seqlen_k:
         return
-    j = j0 + tl.arange(0, BLOCK_N)  # [N]
+    r = tl.arange(0, BLOCK_N)
+    j = j0 + r  # [N]
     live_j = j < seqlen_k
-    at = start_k + j
-    k_tile = load_tile(k, row_offsets(k, b, h_kv, at), live_j, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
-    v_tile = load_tile(v, row_offsets(v, b, h_kv, at), live_j, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
+    row = start_k + j0
+    k_tile = load_tile(k, row_ptr(k, b, h_kv, row), r, live_j, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
+    v_tile = load_tile(v, row_ptr(v, b, h_kv, row), r, live_j, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
     shift = diagonal(seqlen_q, seqlen_k, TOP_LEFT)
     lo, hi, full_lo, full_hi = rows_that_see(j0, tl.minimum(j0 + BLOCK_N, seqlen_k), seqlen_q, shift, window)
     full_hi = tl.where(j0 + BLOCK_N <= seqlen_k, full_hi, 0)  # a key tile with a tail is masked everywhere
@@ -121,8 +126,8 @@ def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, windo
                            window, scale, softcap, BLOCK_M, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
                            PRECISION)  # fmt: skip
     dk_acc, dv_acc = grads
-    store_tile(dk, row_offsets(dk, b, h_kv, at), live_j, scaled(dk_acc, scale), HEAD_DIM_QK, QK_LO)
-    store_tile(dv, row_offsets(dv, b, h_kv, at), live_j, dv_acc, HEAD_DIM_V, V_LO)
+    store_tile(dk, row_ptr(dk, b, h_kv, row), r, live_j, scaled(dk_acc, scale), HEAD_DIM_QK, QK_LO)
+    store_tile(dv, row_ptr(dv, b, h_kv, row), r, live_j, dv_acc, HEAD_DIM_V, V_LO)
 
 
 @triton.jit
@@ -133,12 +138,15 @@ def sweep_keys_dq(dq_acc, q_tile, do_tile, lse_i, delta_i, k, v, bounds, i, live
     """Fold the key tiles of [j_first, j_last) into dq (without the scale)."""
     j_first, j_last, j_end = bounds
     b, h_kv, start_k = place
+    r = tl.arange(0, BLOCK_N)
     for j0 in range(j_first, j_last, BLOCK_N):
-        j = j0 + tl.arange(0, BLOCK_N)  # [N]
-        live_j = (j < j_end) if MASKED else (j >= 0)
-        k_tile = load_tile(k, row_offsets(k, b, h_kv, start_k + j), live_j, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
-        v_tile = load_tile(v, row_offsets(v, b, h_kv, start_k + j), live_j, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
-        keep = visible(i[:, None], j[None, :], shift, window) & live_i[:, None] & live_j[None, :]  # [M, N]
+        row = start_k + j0
+        live_j, keep = None, None
+        if MASKED:
+            live_j = j0 + r < j_end  # [N]
+            keep = visible(live_i[:, None] & live_j[None, :], i[:, None], (j0 + r)[None, :], shift, window)  # [M, N]
+        k_tile = load_tile(k, row_ptr(k, b, h_kv, row), r, live_j, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
+        v_tile = load_tile(v, row_ptr(v, b, h_kv, row), r, live_j, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
         _, ds = grad_scores(q_tile, k_tile, do_tile, v_tile, lse_i[:, None], delta_i[:, None], keep, scale, softcap,
                             MASKED, PRECISION)  # fmt: skip
         # 7 dQ += dS K
@@ -165,16 +173,17 @@ def dq_kernel(q, k, v, dout, lse, delta, dq, seqs_q, seqs_k, window, scale, soft
     if m_block * BLOCK_M >= seqlen_q:
         return
     i0 = m_block * BLOCK_M
-    i = i0 + tl.arange(0, BLOCK_M)  # [M]
+    r = tl.arange(0, BLOCK_M)
+    i = i0 + r  # [M]
     live_i = i < seqlen_q
     shift = diagonal(seqlen_q, seqlen_k, TOP_LEFT)
     lo_i, hi_i, _, _ = keys_seen(i, i + 1, seqlen_k, shift, window)
     sees = live_i & (lo_i < hi_i)  # rows that see no key are not even loaded: their dout, lse may hold anything
-    at = start_q + i
-    q_tile = load_tile(q, row_offsets(q, b, h, at), sees, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
-    do_tile = load_tile(dout, row_offsets(dout, b, h, at), sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
-    lse_i = tl.load(lse.ptr + row_offsets(lse, b, h, at), mask=sees, other=0.0)  # [M]
-    delta_i = tl.load(delta.ptr + row_offsets(delta, b, h, at), mask=sees, other=0.0)  # [M]
+    row = start_q + i0
+    q_tile = load_tile(q, row_ptr(q, b, h, row), r, sees, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
+    do_tile = load_tile(dout, row_ptr(dout, b, h, row), r, sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
+    lse_i = load_rows(lse, row_ptr(lse, b, h, row), r, sees)  # [M]
+    delta_i = load_rows(delta, row_ptr(delta, b, h, row), r, sees)  # [M]
     lo, hi, full_lo, full_hi = keys_seen(i0, tl.minimum(i0 + BLOCK_M, seqlen_q), seqlen_k, shift, window)
     head = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), BLOCK_N) * BLOCK_N, hi)
     tail = head + tl.maximum(full_hi - head, 0) // BLOCK_N * BLOCK_N
@@ -189,4 +198,4 @@ def dq_kernel(q, k, v, dout, lse, delta, dq, seqs_q, seqs_k, window, scale, soft
     acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (tail, hi, hi), i, sees, place, shift, window,
                         scale, softcap, BLOCK_N, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
                         PRECISION)  # fmt: skip
-    store_tile(dq, row_offsets(dq, b, h, at), live_i, scaled(acc, scale), HEAD_DIM_QK, QK_LO)
+    store_tile(dq, row_ptr(dq, b, h, row), r, live_i, scaled(acc, scale), HEAD_DIM_QK, QK_LO)

@@ -30,19 +30,28 @@ class Window(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What a one-dimensional grid is made of; the tile index varies slowest, so that the longest tiles start first."""
+    """What a one-dimensional grid is made of: `columns` of the nheads * batch run together, their tiles in order.
+
+    The tile index varies slowest inside a group of columns, so that the longest tiles start first and the columns in
+    flight share the cache.
+    """
 
     nheads: Any
     batch: Any
+    columns: Any
 
 
 @triton.jit
 def locate(blocks):
     """(tile, head, batch, tiles a segment) of this program."""
+    total = blocks.nheads * blocks.batch
+    tiles = tl.num_programs(0) // total
     pid = tl.program_id(0)
-    columns = blocks.nheads * blocks.batch
-    rest = pid % columns
-    return pid // columns, rest % blocks.nheads, rest // blocks.nheads, tl.num_programs(0) // columns
+    first = pid // (tiles * blocks.columns) * blocks.columns
+    columns = tl.minimum(blocks.columns, total - first)
+    rest = pid - first * tiles
+    column = first + rest % columns
+    return rest // columns, column % blocks.nheads, column // blocks.nheads, tiles
 
 
 @triton.jit
@@ -98,9 +107,9 @@ def keys_seen(i0, i1, seqlen_k, shift, window):
 
 
 @triton.jit
-def visible(i, j, shift, window):
-    """The band over a tile; i and j broadcast against one another."""
-    keep = (i >= 0) & (j >= 0)
+def visible(live, i, j, shift, window):
+    """`live` and the band over a tile; i and j broadcast against one another."""
+    keep = live
     if window.right is not None:
         keep &= j - i - shift <= window.right
     if window.left is not None:
@@ -109,48 +118,71 @@ def visible(i, j, shift, window):
 
 
 @triton.jit
-def row_offsets(x, b, h, rows):
-    """Element offsets of token rows of batch b, head h, in 64 bits."""
-    return b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h + rows.to(tl.int64) * x.stride_s
+def row_ptr(x, b, h, row):
+    """Pointer to a token row of batch b, head h; the offset is computed in 64 bits.
+
+    Rows of a tile are then reached by offsets of the strides' own width, which holds 128 rows of a stride below 2^24.
+    """
+    at = b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h + row.to(tl.int64) * x.stride_s
+    return x.ptr + at
 
 
 @triton.jit
-def load_tile(x, at, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
-    """Rows of a tensor as chunks [R, LO] and, where HI > 0, [R, HI]; dead rows and columns >= DIM are 0."""
-    d = tl.arange(0, LO)
-    if DIM < LO:
-        keep = live[:, None] & (d < DIM)[None, :]
-        lo = tl.load(x.ptr + at[:, None] + d[None, :], mask=keep, other=0.0)  # [R, LO]
+def load_rows(x, ptr, r, live):
+    """A value a row [R]: rows r from ptr; dead rows are 0, and `live` None means all live."""
+    if live is None:
+        return tl.load(ptr + r * x.stride_s)
     else:
-        lo = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)  # [R, LO]
-    if HI == 0:
-        return (lo,)
-    else:
-        d = LO + tl.arange(0, HI)
-        if DIM < LO + HI:
-            keep = live[:, None] & (d < DIM)[None, :]
-            hi = tl.load(x.ptr + at[:, None] + d[None, :], mask=keep, other=0.0)  # [R, HI]
+        return tl.load(ptr + r * x.stride_s, mask=live, other=0.0)  # [R]
+
+
+@triton.jit
+def load_chunk(at, live, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """The first WIDTH columns of the rows `at` [R, WIDTH]; dead rows and columns >= DIM are 0."""
+    d = tl.arange(0, WIDTH)
+    if DIM >= WIDTH:
+        if live is None:
+            tile = tl.load(at[:, None] + d[None, :])
         else:
-            hi = tl.load(x.ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)  # [R, HI]
-        return (lo, hi)
+            tile = tl.load(at[:, None] + d[None, :], mask=live[:, None], other=0.0)  # [R, WIDTH]
+    else:
+        keep = (d < DIM)[None, :]
+        if live is not None:
+            keep &= live[:, None]
+        tile = tl.load(at[:, None] + d[None, :], mask=keep, other=0.0)  # [R, WIDTH]
+    return tile
 
 
 @triton.jit
-def store_tile(x, at, live, tile, DIM: tl.constexpr, LO: tl.constexpr):
-    """Store chunks into the live rows, cast to the tensor's dtype."""
-    for c in tl.static_range(len(tile)):
-        d = c * LO + tl.arange(0, tile[c].shape[1])
-        keep = live[:, None] & (d < DIM)[None, :]
-        tl.store(x.ptr + at[:, None] + d[None, :], tile[c].to(x.ptr.dtype.element_ty), mask=keep)
+def load_tile(x, ptr, r, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
+    """Rows r from ptr as chunks [R, LO] and, where HI > 0, [R, HI]; dead rows and columns >= DIM are 0."""
+    at = ptr + r * x.stride_s
+    if HI == 0:
+        return (load_chunk(at, live, LO, DIM),)
+    else:
+        return (load_chunk(at, live, LO, LO), load_chunk(at + LO, live, HI, DIM - LO))
 
 
 @triton.jit
-def add_tile(x, at, live, tile, DIM: tl.constexpr, LO: tl.constexpr):
-    """Atomically add chunks to the live rows of an fp32 tensor, in no order."""
+def store_tile(x, ptr, r, live, tile, DIM: tl.constexpr, LO: tl.constexpr):
+    """Store chunks into the live rows r from ptr, cast to the tensor's dtype."""
+    at = ptr + r * x.stride_s
     for c in tl.static_range(len(tile)):
         d = c * LO + tl.arange(0, tile[c].shape[1])
         keep = live[:, None] & (d < DIM)[None, :]
-        tl.atomic_add(x.ptr + at[:, None] + d[None, :], tile[c], mask=keep, sem="relaxed")
+        tl.store(at[:, None] + d[None, :], tile[c].to(x.ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def add_tile(x, ptr, r, live, tile, DIM: tl.constexpr, LO: tl.constexpr):
+    """Atomically add chunks to the live rows r from ptr of an fp32 tensor, in no order."""
+    at = ptr + r * x.stride_s
+    for c in tl.static_range(len(tile)):
+        d = c * LO + tl.arange(0, tile[c].shape[1])
+        keep = (d < DIM)[None, :]
+        if live is not None:
+            keep &= live[:, None]
+        tl.atomic_add(at[:, None] + d[None, :], tile[c], mask=keep, sem="relaxed")
 
 
 @triton.jit
@@ -166,9 +198,9 @@ def zero_tile(ROWS: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
 def zero_gap(x, b, h, start, first, step, room, ROWS: tl.constexpr, DIM: tl.constexpr, LO: tl.constexpr,
              HI: tl.constexpr):  # fmt: skip
     """Zero the rows from `first` to `room` of a segment in strides of `step`: padding that no tile owns."""
+    r = tl.arange(0, ROWS)
     for at in range(first, room, step):
-        rows = at + tl.arange(0, ROWS)
-        store_tile(x, row_offsets(x, b, h, start + rows), rows < room, zero_tile(ROWS, LO, HI), DIM, LO)
+        store_tile(x, row_ptr(x, b, h, start + at), r, at + r < room, zero_tile(ROWS, LO, HI), DIM, LO)
 
 
 @triton.jit
@@ -201,10 +233,9 @@ def scaled(tile, factor):
 
 @triton.jit
 def capped(qk, scale, softcap):
-    """(score, d score / d (scale qk)): scale * qk, through softcap * tanh(. / softcap) where there is one."""
-    s = qk * scale
+    """(score in log2 units, d score / d (scale qk)): scale * qk, through softcap * tanh(. / softcap) if asked."""
     if softcap is None:
-        return s, 1.0
+        return qk * (scale * LOG2E), 1.0
     else:
-        t = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E / softcap)))  # tanh without a vendor library
-        return softcap * t, 1.0 - t * t
+        t = 1.0 - 2.0 / (1.0 + tl.exp2(qk * (scale * 2.0 * LOG2E / softcap)))  # tanh without a vendor library
+        return t * (softcap * LOG2E), 1.0 - t * t

@@ -13,7 +13,7 @@ from .chunks_device import (
     keys_seen,
     load_tile,
     locate,
-    row_offsets,
+    row_ptr,
     scaled,
     segment,
     store_tile,
@@ -30,20 +30,20 @@ def sweep_keys(state, q_tile, k, v, i, bounds, b, h_kv, start_k, shift, window, 
     """Fold the key tiles of [j_first, j_last) into (acc, m, l); m is a running maximum in log2 units."""
     acc, m, l = state
     j_first, j_last, j_end = bounds
+    r = tl.arange(0, BLOCK_N)
     for j0 in range(j_first, j_last, BLOCK_N):
-        j = j0 + tl.arange(0, BLOCK_N)  # [N]
-        live = (j < j_end) if MASKED else (j >= 0)
-        k_tile = load_tile(k, row_offsets(k, b, h_kv, start_k + j), live, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
+        j = j0 + r  # [N]
+        live = (j < j_end) if MASKED else None
+        k_tile = load_tile(k, row_ptr(k, b, h_kv, start_k + j0), r, live, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
         s, _ = capped(dot_nt(q_tile, k_tile, PRECISION), scale, softcap)  # [M, N]
-        s *= LOG2E
         if MASKED:
-            s = tl.where(visible(i[:, None], j[None, :], shift, window) & live[None, :], s, float("-inf"))
+            s = tl.where(visible(live[None, :], i[:, None], j[None, :], shift, window), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))  # [M]
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s - base[:, None])  # [M, N]
         carry = tl.exp2(m - base)
         l = l * carry + tl.sum(p, 1)
-        v_tile = load_tile(v, row_offsets(v, b, h_kv, start_k + j), live, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
+        v_tile = load_tile(v, row_ptr(v, b, h_kv, start_k + j0), r, live, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
         acc = dot_add(scaled(acc, carry[:, None]), p.to(v_tile[0].dtype), v_tile, PRECISION)  # [M, DV]
         m = m_new
     return acc, m, l
@@ -63,19 +63,19 @@ def forward_kernel(q, k, v, sink, out, lse, seqs_q, seqs_k, window, scale, softc
     m_block, h, b, m_blocks = locate(blocks)
     start_q, seqlen_q, room_q = segment(seqs_q, b, blocks.batch)
     start_k, seqlen_k, _ = segment(seqs_k, b, blocks.batch)
-    step = m_blocks * BLOCK_M
+    step, r = m_blocks * BLOCK_M, tl.arange(0, BLOCK_M)
     zero_gap(out, b, h, start_q, seqlen_q + m_block * BLOCK_M, step, room_q, BLOCK_M, HEAD_DIM_V, V_LO, V_HI)
     for at in range(seqlen_q + m_block * BLOCK_M, room_q, step):
-        rows = at + tl.arange(0, BLOCK_M)
-        tl.store(lse.ptr + row_offsets(lse, b, h, start_q + rows), rows * 0.0 - float("inf"), mask=rows < room_q)
+        nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        tl.store(row_ptr(lse, b, h, start_q + at) + r * lse.stride_s, nothing, mask=at + r < room_q)
     m_block = m_blocks - 1 - m_block  # under a causal mask the last rows see the most keys: start them first
     if m_block * BLOCK_M >= seqlen_q:
         return
     i0 = m_block * BLOCK_M
-    i = i0 + tl.arange(0, BLOCK_M)  # [M]
+    i = i0 + r  # [M]
     live_i = i < seqlen_q
     shift = diagonal(seqlen_q, seqlen_k, TOP_LEFT)
-    q_tile = load_tile(q, row_offsets(q, b, h, start_q + i), live_i, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
+    q_tile = load_tile(q, row_ptr(q, b, h, start_q + i0), r, live_i, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
     lo, hi, full_lo, full_hi = keys_seen(i0, tl.minimum(i0 + BLOCK_M, seqlen_q), seqlen_k, shift, window)
     head = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), BLOCK_N) * BLOCK_N, hi)
     tail = head + tl.maximum(full_hi - head, 0) // BLOCK_N * BLOCK_N
@@ -95,6 +95,6 @@ def forward_kernel(q, k, v, sink, out, lse, seqs_q, seqs_k, window, scale, softc
     acc, m, l = state
     empty = l == 0.0  # NaN inputs are not empty: they stay NaN
     l = tl.where(empty, 1.0, l)
-    store_tile(out, row_offsets(out, b, h, start_q + i), live_i, scaled(acc, (1.0 / l)[:, None]), HEAD_DIM_V, V_LO)
+    store_tile(out, row_ptr(out, b, h, start_q + i0), r, live_i, scaled(acc, (1.0 / l)[:, None]), HEAD_DIM_V, V_LO)
     norm = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)  # [M]
-    tl.store(lse.ptr + row_offsets(lse, b, h, start_q + i), norm, mask=live_i)
+    tl.store(row_ptr(lse, b, h, start_q + i0) + r * lse.stride_s, norm, mask=live_i)

@@ -124,7 +124,7 @@ def _math(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
 
 def _grid(rows: int, block: int, nheads: int, batch: int) -> tuple[int, Blocks]:
     """Programs of a one-dimensional grid (y and z end at 65535), at least one a segment so that gaps are zeroed."""
-    return max(1, triton.cdiv(rows, block)) * nheads * batch, Blocks(nheads, batch)
+    return max(1, triton.cdiv(rows, block)) * nheads * batch, Blocks(nheads, batch, nheads * batch)
 
 
 def _top_left(problem: Problem) -> bool:

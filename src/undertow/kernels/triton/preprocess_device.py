@@ -7,13 +7,14 @@ from .chunks_device import (
     LOG2E,
     diagonal,
     keys_seen,
+    load_rows,
     load_tile,
     locate,
-    row_offsets,
+    row_ptr,
     scaled,
     segment,
     store_tile,
-)  # fmt: skip
+)
 
 
 @triton.jit
@@ -32,27 +33,29 @@ def delta_kernel(out, dout, lse, dlse, given, sink, delta, dsink_rows, seqs_q, s
     _, seqlen_k, _ = segment(seqs_k, b, blocks.batch)
     if m_block * BLOCK_M >= seqlen_q:
         return
-    i = m_block * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    r = tl.arange(0, BLOCK_M)
+    i = m_block * BLOCK_M + r  # [M]
+    row = start_q + m_block * BLOCK_M
     live = i < seqlen_q
     lo, hi, _, _ = keys_seen(i, i + 1, seqlen_k, diagonal(seqlen_q, seqlen_k, TOP_LEFT), window)
     sees = live & (lo < hi)  # [M]
     if given is None:
-        o = load_tile(out, row_offsets(out, b, h, start_q + i), sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
-        do = load_tile(dout, row_offsets(dout, b, h, start_q + i), sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
+        o = load_tile(out, row_ptr(out, b, h, row), r, sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
+        do = load_tile(dout, row_ptr(dout, b, h, row), r, sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
         d = tl.sum(o[0].to(tl.float32) * do[0].to(tl.float32), 1)  # [M]
         if len(o) == 2:
             d += tl.sum(o[1].to(tl.float32) * do[1].to(tl.float32), 1)
     else:
-        d = tl.load(given.ptr + row_offsets(given, b, h, start_q + i), mask=sees, other=0.0)  # [M]
+        d = load_rows(given, row_ptr(given, b, h, row), r, sees)  # [M]
     if dlse is not None:
         with_grad = sees if sink is None else live  # without a sink, LSE of a row that sees no key is the constant -inf
-        d -= tl.load(dlse.ptr + row_offsets(dlse, b, h, start_q + i), mask=with_grad, other=0.0)  # [M]
-    tl.store(delta.ptr + row_offsets(delta, b, h, start_q + i), d, mask=live)
+        d -= load_rows(dlse, row_ptr(dlse, b, h, row), r, with_grad)  # [M]
+    tl.store(row_ptr(delta, b, h, row) + r * delta.stride_s, d, mask=live)
     if sink is not None:
         logit = tl.load(sink + h).to(tl.float32)
-        l = tl.where(sees, tl.load(lse.ptr + row_offsets(lse, b, h, start_q + i), mask=sees, other=0.0), logit)  # [M]
+        l = tl.where(sees, load_rows(lse, row_ptr(lse, b, h, row), r, sees), logit)  # [M]
         share = -tl.exp2((logit - l) * LOG2E) * d
-        tl.store(dsink_rows.ptr + row_offsets(dsink_rows, b, h, start_q + i), share, mask=live)
+        tl.store(row_ptr(dsink_rows, b, h, row) + r * dsink_rows.stride_s, share, mask=live)
 
 
 @triton.jit
@@ -64,6 +67,7 @@ def round_dq_kernel(dq_acc, dq, seqlen, scale, blocks, BLOCK_M: tl.constexpr, HE
     Writes every row of dq.
     """
     m_block, h, b, _ = locate(blocks)
-    i = m_block * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
-    acc = load_tile(dq_acc, row_offsets(dq_acc, b, h, i), i < seqlen, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
-    store_tile(dq, row_offsets(dq, b, h, i), i < seqlen, scaled(acc, scale), HEAD_DIM_QK, QK_LO)
+    row, r = m_block * BLOCK_M, tl.arange(0, BLOCK_M)
+    live = row + r < seqlen
+    acc = load_tile(dq_acc, row_ptr(dq_acc, b, h, row), r, live, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
+    store_tile(dq, row_ptr(dq, b, h, row), r, live, scaled(acc, scale), HEAD_DIM_QK, QK_LO)
