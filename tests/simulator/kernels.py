@@ -71,9 +71,3 @@ def off_by_one_kernel(x, out, n, BLOCK: tl.constexpr):
 def shifted_kernel(x, y, out, shift, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(out + i, tl.load(x + i + shift) + tl.load(y + i))
-
-
-@triton.jit
-def sum_kernel(x, out, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.atomic_add(out + i * 0, tl.load(x + i))

@@ -213,6 +213,20 @@ def test_float_atomics(name, form):
     np.testing.assert_array_equal(got, want[:, : got.shape[1]])
 
 
+def test_a_seed_makes_the_order_of_float_atomics_show():
+    """fp32 sums do not associate: their last bits differ between seeds, and not without one."""
+    values = (rng.standard_normal(LANES) * 1000).astype(np.float32)
+    results = {None: set(), 0: set()}
+    for seed in range(8):
+        for key in results:
+            options = Options(seed=None if key is None else seed)
+            bench = Bench(v={8: LANE * 0, 2: values}, buffers={"x": np.zeros(1, np.float32)}, place={"x": 0}, options=options)
+            bench.run("global_atomic_add_f32 v8, v2, s[0:1]")
+            results[key].add(float(bench.memory("x", np.float32)[0]))
+    assert len(results[None]) == 1 and len(results[0]) > 1
+    assert all(abs(x - values.astype(np.float64).sum()) < 0.01 for x in results[0])
+
+
 def test_compare_and_swap():
     data = np.array([5, 6], np.uint32)
     bench = Bench(v={8: LANE % 2 * 4, 2: LANE + 100, 3: np.full(LANES, 5, np.uint32)}, buffers={"x": data}, place={"x": 0})
