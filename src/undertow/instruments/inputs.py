@@ -39,16 +39,20 @@ def make(
 def with_gaps(problem: Problem, tensors: dict[str, Tensor | None], gap: int, *, fill: float) -> dict[str, Tensor | None]:
     """The same packed call with `gap` rows of `fill` behind every segment and at the end; lengths move to seqused."""
     spread = dict(tensors)
-    for side, names in (("q", ("q", "dout")), ("k", ("k", "v"))):
+    by_token = dict(tensors)
+    by_token["dlse"] = None if tensors["dlse"] is None else tensors["dlse"].t()
+    for side, names in (("q", ("q", "dout", "dlse")), ("k", ("k", "v"))):
         lengths = [seg["qk".index(side)] for seg in problem.segments]
         starts = [at + b * gap for b, at in enumerate(problem.cu_seqlens(side))]
         old = problem.cu_seqlens(side)
         for name in names:
-            x = tensors[name]
+            x = by_token[name]
+            if x is None:
+                continue
             wide = x.new_full((x.shape[0] + gap * (len(lengths) + 1), *x.shape[1:]), fill)
             for b, n in enumerate(lengths):
                 wide[starts[b] : starts[b] + n] = x[old[b] : old[b] + n]
-            spread[name] = wide
+            spread[name] = wide.t() if name == "dlse" else wide
         device = tensors["q"].device
         spread[f"cu_seqlens_{side}"] = torch.tensor(starts, dtype=torch.int32, device=device)
         spread[f"seqused_{side}"] = torch.tensor(lengths, dtype=torch.int32, device=device)
