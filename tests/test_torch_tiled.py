@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from undertow.reference import attention, to_ht, to_thd
 from undertow.target import TARGETS
 
 CPU = TARGETS["cpu"]
+CAUSAL = Band(None, 0)
 INPUTS = ("q", "k", "v", "dout")
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-3, "fp16": 4e-4}  # relative Frobenius; 16 bits: one rounding at the store
 NAN = float("nan")
@@ -266,6 +268,21 @@ def test_ambient_autocast_precision_and_grad_mode_change_nothing():
     finally:
         torch.set_float32_matmul_precision("highest")
     assert all(torch.equal(plain[name], tensors[name]) for name in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("backend", ["", ".mkldnn.matmul", ".cuda.matmul"])
+def test_a_caller_may_set_the_precision_of_one_backend(backend):
+    """torch then refuses to name one precision for all, in that process for good: hence a process of its own."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from test_torch_tiled import CAUSAL, SMALL, Problem, check
+torch.backends{backend}.fp32_precision = "tf32"
+check(Problem.dense(1, 40, 40, band=CAUSAL, **SMALL))
+assert torch.backends{backend}.fp32_precision == "tf32"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_no_keys_at_all_and_no_queries_at_all():

@@ -20,16 +20,18 @@ LOG2E = log2(2.718281828459045)
 @contextmanager
 def true_fp32(device_type: str) -> Iterator[None]:
     """No gradient graph, no autocast, and fp32 GEMMs in fp32, whatever the caller allows for its own."""
-    precision = torch.get_float32_matmul_precision()
+    # torch.get_float32_matmul_precision raises for a caller who set the precision of one backend
+    matmul = torch.backends.cuda.matmul if device_type == "cuda" else torch.backends.mkldnn.matmul
+    allowed = matmul.fp32_precision
     with torch.no_grad(), torch.autocast(device_type, enabled=False):
-        if precision == "highest":
+        if allowed in ("none", "ieee"):
             yield
             return
-        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = "ieee"
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
+            matmul.fp32_precision = allowed
 
 
 def query_gain(problem: Problem) -> float:
