@@ -1,0 +1,459 @@
+"""Speed of kernels and peers beside one another, for those alone that are proven right and proven to be themselves.
+
+All variants of a shape are built first; each is poisoned, run, compared with the fp32 reference, watched by the
+profiler and repeated for its bits; then those that passed are timed in turn in one process (`clock.round_robin`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import cost, schedule
+from ..dispatch import KERNELS
+from ..kernels import alloc
+from ..kernels.alloc import DTYPE
+from ..kernels.spec import Config, Kernel
+from ..kernels.vendor import aiter, cudnn_frontend, flash_attn, flex
+from ..layout import shapes
+from ..problem import Problem
+from ..target import Target, detect
+from . import clock, inputs, proof
+from .clock import Pace, Participant, Samples
+from .proof import Oracle, Seen
+from .verify import Parity
+from .workloads import Workload
+
+PASSES = ("forward", "backward", "both")
+OUTPUTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv"), "both": ("out", "lse", "dq", "dk", "dv")}
+PEERS: tuple[Kernel, ...] = (flex.KERNEL, cudnn_frontend.KERNEL, *flash_attn.KERNELS, aiter.KERNEL)
+"""Peers that only the bench calls: optional packages, and what dispatch must not choose."""
+
+REPEATS = 3
+DRIFT = 1e-2
+YARDSTICK = "yardstick"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel under a label, with its own config for the problem or a given one."""
+
+    label: str
+    kernel: Kernel
+    config: Config | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel on one shape: a speed with its proofs, or why there is none.
+
+    `status` is "timed", "refused" (ran, but a proof failed) or "cannot" (a limit, or it raised). `ms`, `ms_min` are as
+    timed; `adapter_ms` of them are copies that our adapter adds around a peer, left out of `tflops`. `workspace` is the
+    plan's bytes, `extra_bytes` what one call allocated beyond its arguments. `launches` is what the profiler saw.
+    """
+
+    shape: str
+    problem: Problem
+    which: str
+    label: str
+    vendor: bool
+    config: str
+    status: str
+    reason: str = ""
+    ms: float = 0.0
+    ms_min: float = 0.0
+    adapter_ms: float = 0.0
+    tflops: float = 0.0
+    of_yardstick: float = 0.0
+    sustained_tflops: float | None = None
+    workspace: int = 0
+    extra_bytes: int | None = None
+    bitwise: bool | None = None
+    parity: tuple[Parity, ...] = ()
+    launches: tuple[tuple[str, float], ...] = ()
+    host_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Everything one run measured. `yardsticks` is (shape, pass, TFLOP/s of the matmul in that loop)."""
+
+    target: Target
+    yardstick: str
+    yardsticks: tuple[tuple[str, str, float], ...]
+    pace: Pace
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A rung of the ladder: its row, how much faster than the rung before, and what the schedule model said of it."""
+
+    name: str
+    about: str
+    row: Row
+    ratio: float | None
+    predicted: float | None
+
+
+def all_kernels() -> tuple[Kernel, ...]:
+    """Dispatch's kernels and the bench's own peers."""
+    known = {k.name for k in KERNELS}
+    return (*KERNELS, *(k for k in PEERS if k.name not in known))
+
+
+def named_kernels(names: Iterable[str]) -> tuple[Kernel, ...]:
+    """Kernels by name; ValueError lists those there are."""
+    known = {k.name: k for k in all_kernels()}
+    wrong = [n for n in names if n not in known]
+    if wrong:
+        raise ValueError(f"kernel is {wrong[0]!r}, wanted one of {', '.join(known)}")
+    return tuple(known[n] for n in names)
+
+
+def bench(
+    workloads: Iterable[Workload],
+    kernels: Iterable[Kernel] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    passes: tuple[str, ...] = ("backward",),
+    pace: Pace | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Bench:
+    """Time kernels (None: all there are) on workloads; the module's docstring says what precedes a speed."""
+    device, pace = _device(device), pace or Pace()
+    variants = tuple(Variant(k.name, k) for k in (all_kernels() if kernels is None else kernels))
+    name, matmul, flops = clock.yardstick(device)
+    rows: list[Row] = []
+    yards: list[tuple[str, str, float]] = []
+    for workload in workloads:
+        shape = _Shape(workload, device, seed)
+        for which in passes:
+            found, yard = _measure(shape, variants, which, (pace, matmul, flops))
+            rows += found
+            yards.append((workload.name, which, yard))
+            progress(_line(workload.name, which, found))
+        _forget(device)
+    return Bench(detect(device), name, tuple(yards), pace, tuple(rows))
+
+
+def ladder(
+    workload: Workload,
+    kernel: Kernel,
+    steps: Iterable[tuple[str, str, Config]],
+    *,
+    device: torch.device | str | None = None,
+    pace: Pace | None = None,
+    which: str = "backward",
+) -> tuple[Step, ...]:
+    """Time the steps (name, about, config) of one kernel in one loop, each against the step before.
+
+    Where a step changes only in launch order (the switch `kv_major`, of the config or of its `dkdv` stage), the ratio
+    that `schedule` predicts stands beside the measured one.
+    """
+    device, steps = _device(device), tuple(steps)
+    _, matmul, flops = clock.yardstick(device)
+    variants = tuple(Variant(name, kernel, config) for name, _, config in steps)
+    shape = _Shape(workload, device, 0)
+    rows, _ = _measure(shape, variants, which, (pace or Pace(), matmul, flops))
+    found: list[Step] = []
+    for i, ((name, about, config), row) in enumerate(zip(steps, rows, strict=True)):
+        before = rows[i - 1] if i else None
+        timed = before is not None and before.ms and row.ms
+        predicted = predicted_ratio(workload.problem, steps[i - 1][2], config, shape.target) if i else None
+        found.append(Step(name, about, row, before.ms / row.ms if timed else None, predicted))
+    return tuple(found)
+
+
+def predicted_ratio(problem: Problem, before: Config, after: Config, target: Target) -> float | None:
+    """How much faster the schedule model says `after` is, where its launch order differs from `before`'s; else None."""
+    orders = [_switch(c, "kv_major", default=True) for c in (before, after)]
+    if orders[0] == orders[1]:
+        return None
+    tiles = [c.switch("dkdv", c) for c in (before, after)]
+    spans = [
+        schedule.predict(schedule.block_tiles(problem, t.block_m, t.block_n, kv_major=order), target)
+        for t, order in zip(tiles, orders, strict=True)
+    ]
+    return spans[0] / spans[1]
+
+
+def precompile(names: tuple[str, ...], kernels: tuple[str, ...], passes: tuple[str, ...], jobs: int) -> tuple[str, ...]:
+    """Run every kernel once on every named shape in `jobs` processes, so that a bench finds compiled code on disk.
+
+    Returns what could not run, as lines; the bench says so again, with its reason.
+    """
+    tasks = [(name, kernel, passes) for name in names for kernel in kernels]
+    with get_context("spawn").Pool(jobs) as pool:
+        return tuple(line for line in pool.imap_unordered(_compile_one, tasks) if line)
+
+
+# ---- one shape
+
+
+class _Shape:
+    """A workload's inputs and its reference, made once for all passes."""
+
+    def __init__(self, workload: Workload, device: torch.device, seed: int, *, judged: bool = True) -> None:
+        self.name, self.problem, self.device = workload.name, workload.problem, device
+        self.target = detect(device)
+        tensors = inputs.make(self.problem, device, seed=seed, outliers=workload.outliers)
+        expected, dtype = shapes(self.problem), DTYPE[self.problem.dtype]
+        for name in ("out", "dq", "dk", "dv"):
+            tensors[name] = alloc.output(expected[name], dtype, device)
+        tensors["lse"] = alloc.output(expected["lse"], torch.float32, device)
+        self.tensors = tensors
+        self.truth: Oracle | None = proof.oracle(self.problem, self.inputs()) if judged else None
+
+    def inputs(self) -> dict[str, Tensor | None]:
+        """The tensors of a call without its outputs."""
+        return {n: t for n, t in self.tensors.items() if n not in OUTPUTS["both"]}
+
+    def ready(self, which: str) -> None:
+        """Poison what the pass writes; give a backward the reference's out and lse."""
+        proof.poison(self.tensors, OUTPUTS[which])
+        if which == "backward":
+            for name in ("out", "lse"):
+                self.tensors[name].copy_(self.truth.given[name])
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A variant on a shape, ready to be called, and everything proven of it."""
+
+    call: Callable[[], None]
+    config: Config
+    workspace: int
+    parity: tuple[Parity, ...] = ()
+    seen: Seen = Seen((), 0.0)
+    bitwise: bool | None = None
+    extra_bytes: int | None = None
+    verified: dict[str, Tensor] | None = None
+
+
+def _measure(
+    shape: _Shape, variants: tuple[Variant, ...], which: str, timing: tuple[Pace, Callable[[], None], int]
+) -> tuple[list[Row], float]:
+    """(a row a variant, the yardstick's TFLOP/s) of one pass."""
+    pace, matmul, matmul_flops = timing
+    built: dict[str, _Built] = {}
+    rows: dict[str, Row] = {}
+    for variant in variants:
+        result = _build(shape, variant, which)
+        if isinstance(result, str):
+            rows[variant.label] = _row(shape, variant, which, ("cannot", result))
+            continue
+        fault = _fault(shape, variant, which, result)
+        if fault:
+            rows[variant.label] = _row(shape, variant, which, ("refused", fault), result)
+        else:
+            built[variant.label] = result
+    loop = {label: _participant(shape, which, b) for label, b in built.items()}
+    samples = clock.round_robin(loop | {YARDSTICK: Participant(matmul)}, shape.device, pace) if loop else {}
+    yard = matmul_flops / samples[YARDSTICK].median / 1e9 if samples else 0.0
+    for variant in variants:
+        if variant.label in built:
+            b, s = built[variant.label], samples[variant.label]
+            rows[variant.label] = _timed(_row(shape, variant, which, ("timed", ""), b), s, yard, b)
+    return [rows[v.label] for v in variants], yard
+
+
+def _build(shape: _Shape, variant: Variant, which: str) -> _Built | str:
+    """The variant run, compared, watched and repeated; or why it cannot run."""
+    reasons = _reasons(shape, variant.kernel, which)
+    if reasons:
+        return "; ".join(reasons)
+    try:
+        return _prove(shape, variant, which)
+    except _failures() as error:
+        return f"raised {type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _reasons(shape: _Shape, kernel: Kernel, which: str) -> tuple[str, ...]:
+    one = ("forward", "backward") if which == "both" else (which,)
+    if shape.target.interpreter and kernel.name == "triton":
+        return ("interpreted: a time would mean nothing",)
+    return tuple(dict.fromkeys(r for w in one for r in kernel.unsupported(shape.problem, shape.target, w)))
+
+
+def _prove(shape: _Shape, variant: Variant, which: str) -> _Built:
+    call, config, workspace = _call(shape, variant, which)
+    names = OUTPUTS[which]
+    shape.ready(which)
+    call()
+    clock.synchronize(shape.device)
+    parity = proof.parity(shape.problem, shape.tensors, shape.truth, which)
+    verified = {name: shape.tensors[name].clone() for name in names}
+    bitwise, extra = True, None
+    for _ in range(REPEATS):
+        shape.ready(which)
+        base = _reset_peak(shape.device)
+        call()
+        clock.synchronize(shape.device)
+        extra = torch.cuda.max_memory_allocated(shape.device) - base if base is not None else None
+        bitwise &= all(torch.equal(shape.tensors[name], verified[name]) for name in names)
+    shape.ready(which)
+    seen = proof.watch(call, shape.device)
+    return _Built(call, config, workspace, parity, seen, bitwise, extra, verified)
+
+
+def _call(shape: _Shape, variant: Variant, which: str) -> tuple[Callable[[], None], Config, int]:
+    """(the pass as one call, its config, its workspace bytes); scratch is zeroed inside the call, as ops does it."""
+    kernel, problem, tensors = variant.kernel, shape.problem, shape.tensors
+    config = variant.config or kernel.config(problem, shape.target, "forward" if which == "forward" else "backward")
+    forward = partial(kernel.forward, problem, config, tensors) if kernel.forward else None
+    if which == "forward":
+        return forward, config, 0
+    plan = kernel.plan_workspace(problem, config)
+    memory = alloc.output((plan.nbytes,), torch.uint8, shape.device)
+
+    def backward() -> None:
+        kernel.backward(problem, config, tensors, alloc.scratch(plan, shape.device, memory))
+
+    def both() -> None:
+        forward()
+        backward()
+
+    return backward if which == "backward" else both, config, plan.nbytes
+
+
+def _fault(shape: _Shape, variant: Variant, which: str, built: _Built) -> str:
+    """The first proof that fails, in words; empty when all hold."""
+    red = [p for p in built.parity if not p.ok]
+    if red:
+        worst = red[0]
+        return f"wrong {worst.tensor}: relative error {worst.rms:.2g}, {worst.rows} bad rows, {worst.where}"
+    told = proof.disproof(variant.kernel.name, built.seen, which, shares=shape.device.type == "cuda")
+    if told:
+        return told
+    if shape.problem.deterministic and which != "forward" and not built.bitwise:
+        return f"asked to be deterministic, but {REPEATS} repeats differ in bits"
+    return ""
+
+
+def _participant(shape: _Shape, which: str, built: _Built) -> Participant:
+    def check() -> str:
+        apart = {name: proof.drift(shape.tensors[name], kept) for name, kept in _finite(built.verified).items()}
+        bad = [f"{name} of the last timed call is {by:.2g} from the verified one" for name, by in apart.items()
+               if not by <= DRIFT]  # fmt: skip
+        return "; ".join(bad)
+
+    return Participant(built.call, partial(shape.ready, which), check)
+
+
+def _finite(verified: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in verified.items() if name != "lse"}
+
+
+def _row(
+    shape: _Shape, variant: Variant, which: str, verdict: tuple[str, str], built: _Built | None = None
+) -> Row:  # fmt: skip
+    kernel = variant.kernel
+    about = {"shape": shape.name, "problem": shape.problem, "which": which, "label": variant.label}
+    about |= {"vendor": kernel.vendor, "status": verdict[0], "reason": verdict[1]}
+    if built is None:
+        return Row(**about, config="")
+    return Row(
+        **about, config=describe(built.config), workspace=built.workspace, extra_bytes=built.extra_bytes,
+        bitwise=built.bitwise, parity=built.parity, launches=built.seen.launches[:8],
+        adapter_ms=built.seen.copies_us / 1e3 if kernel.vendor else 0.0,
+    )  # fmt: skip
+
+
+def _timed(row: Row, samples: Samples, yard: float, built: _Built) -> Row:
+    """The row with its speed; none when the timed calls left other results than the verified ones."""
+    fields = {name: getattr(row, name) for name in Row.__slots__}
+    if samples.fault:
+        return Row(**fields | {"status": "refused", "reason": samples.fault})
+    flops = useful_flops(row.problem, row.which)
+    own = max(samples.median - row.adapter_ms, 1e-9)
+    tflops = flops / own / 1e9
+    sustained = None if samples.sustained_ms is None else flops / max(samples.sustained_ms - row.adapter_ms, 1e-9) / 1e9
+    return Row(**fields | {
+        "ms": samples.median, "ms_min": samples.minimum, "tflops": tflops, "sustained_tflops": sustained,
+        "of_yardstick": tflops / yard if yard else 0.0, "host_ms": samples.spin_ms,
+    })  # fmt: skip
+
+
+def useful_flops(problem: Problem, which: str) -> int:
+    """FLOPs that the mathematics needs, whatever a kernel executes."""
+    forward, backward = cost.forward_flops(problem), cost.backward_flops(problem)
+    return {"forward": forward, "backward": backward, "both": forward + backward}[which]
+
+
+def describe(config: Config) -> str:
+    """A config in one line, stages in brackets."""
+    fields = {n: v for n, v in asdict(config).items() if n != "switches"}
+    parts = [f"{n}={v}" for n, v in fields.items()]
+    parts += [f"{n}=({describe(v)})" if isinstance(v, Config) else f"{n}={v}" for n, v in config.switches]
+    return " ".join(parts)
+
+
+# ---- helpers
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _reset_peak(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _forget(device: torch.device) -> None:
+    """Drop what peers compiled and kept for a shape."""
+    flex.forget()
+    cudnn_frontend.forget()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a kernel may raise when it cannot run after all; anything else is a bug of ours and goes through."""
+    common = (RuntimeError, NotImplementedError, ValueError, TypeError, ImportError, AttributeError, AssertionError)
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return common
+    return (*common, TritonError)
+
+
+def _switch(config: Config, name: str, *, default: Any) -> Any:
+    stage = config.switch("dkdv")
+    inner = stage.switch(name, default) if isinstance(stage, Config) else default
+    return config.switch(name, inner)
+
+
+def _compile_one(task: tuple[str, str, tuple[str, ...]]) -> str:
+    from .shapes import pick
+
+    name, kernel_name, passes = task
+    (workload,), (kernel,) = pick((name,)), named_kernels((kernel_name,))
+    shape = _Shape(workload, _device(None), 0, judged=False)
+    try:
+        for which in passes:
+            if not _reasons(shape, kernel, which):
+                call, _, _ = _call(shape, Variant(kernel.name, kernel), which)
+                call()
+                clock.synchronize(shape.device)
+    except _failures() as error:
+        return f"{name} {kernel_name}: {type(error).__name__}: {str(error)[:200]}"
+    _forget(shape.device)
+    return ""
+
+
+def _line(shape: str, which: str, rows: list[Row]) -> str:
+    told = (f"{r.label} {r.tflops:.3g}" if r.status == "timed" else f"{r.label} {r.status}" for r in rows)
+    return f"{shape} {which}: {', '.join(told)}"

@@ -1,0 +1,133 @@
+"""Tables and a plot of a bench: ours and peers by shape; what was measured elsewhere stands apart and hatched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import record
+from .bench import Bench, Row, Step
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLORS = {
+    "triton": "#c8102e", "hopper": "#7a0019", "torch_tiled": "#e58a97", "flex": "#1f77b4", "sdpa_cudnn": "#76b900",
+    "cudnn_frontend": "#3f6f00", "sdpa_flash": "#ff9f1c", "aten_flash_varlen": "#ffbf69", "sdpa_efficient": "#9d9d9d",
+    "sdpa_cpu_flash": "#5f6caf", "sdpa_math": "#b8b8d1", "flash_attn_2": "#e07a00", "flash_attn_3": "#8a4fff",
+    "flash_attn_4": "#4b0082", "aiter": "#00a3a3",
+}  # fmt: skip
+OTHER = "#444444"
+MIB = 1 << 20
+
+
+def table(bench: Bench, *, every: bool = False) -> Table:
+    """The measured rows; those that could not run only with `every`."""
+    from rich.table import Table
+
+    title = f"{bench.target.arch}, TFLOP/s of useful work; yardstick: {bench.yardstick}"
+    grid = Table(title=title, title_justify="left")
+    for name in ("shape", "pass", "kernel"):
+        grid.add_column(name)
+    for name in ("ms", "min", "TFLOP/s", "of yardstick", "MiB", "bits"):
+        grid.add_column(name, justify="right")
+    grid.add_column("")
+    for shape, which in dict.fromkeys((r.shape, r.which) for r in bench.rows):
+        rows = [r for r in bench.rows if (r.shape, r.which) == (shape, which)]
+        for row in sorted(rows, key=lambda r: -r.tflops):
+            if row.status != "cannot" or every:
+                grid.add_row(*_cells(row))
+        grid.add_section()
+    return grid
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    name = row.label if row.vendor else f"[bold]{row.label}[/bold]"
+    if row.status != "timed":
+        return row.shape, row.which, name, "", "", "", "", "", "", f"{row.status}: {row.reason}"
+    used = row.workspace if row.extra_bytes is None else max(row.workspace, row.extra_bytes)
+    note = f"adapter's copies {row.adapter_ms:.3f} ms left out" if row.adapter_ms > 0.01 * row.ms else ""
+    if row.sustained_tflops is not None:
+        note = f"sustained {row.sustained_tflops:.1f}  {note}".strip()
+    bits = {True: "same", False: "differ", None: ""}[row.bitwise]
+    speed = f"{row.tflops:.1f}" if row.tflops >= 1 else f"{row.tflops:.4f}"
+    times, share = (f"{row.ms:.3f}", f"{row.ms_min:.3f}"), f"{row.of_yardstick:.0%}"
+    return row.shape, row.which, name, *times, speed, share, f"{used / MIB:.0f}", bits, note
+
+
+def quoted_table(shapes: tuple[str, ...], which: str = "backward") -> Table:
+    """Peers measured elsewhere, for these shapes, under their source."""
+    from rich.table import Table
+
+    content = record.quoted()
+    grid = Table(title=f"quoted, not measured in this run: {content['source']}", title_justify="left")
+    peers = list(dict.fromkeys(r["peer"] for r in content["rows"] if r["pass"] == which and r["shape"] in shapes))
+    for name in ("shape", *peers):
+        grid.add_column(name, justify="left" if name == "shape" else "right")
+    for shape in shapes:
+        by_peer = _quoted(content, shape, which)
+        if by_peer:
+            grid.add_row(shape, *(f"{by_peer[p]:g}" if p in by_peer else "" for p in peers))
+    return grid
+
+
+def ladder_table(steps: tuple[Step, ...]) -> Table:
+    """Each step of the ladder, its speed, its ratio to the step before, and what the schedule model says of that."""
+    from rich.table import Table
+
+    grid = Table(title="ladder, each step against the one before", title_justify="left")
+    for name in ("step", "about", "ms", "TFLOP/s", "ratio", "predicted"):
+        grid.add_column(name, justify="left" if name in ("step", "about") else "right")
+    for step in steps:
+        row = step.row
+        speed = (f"{row.ms:.3f}", f"{row.tflops:.1f}") if row.status == "timed" else (row.status, row.reason[:60])
+        grid.add_row(step.name, step.about, *speed, _ratio(step.ratio), _ratio(step.predicted))
+    return grid
+
+
+def plot(bench: Bench, path: Path | str, *, which: str = "backward", title: str = "", quote: bool = False) -> None:
+    """Grouped bars of TFLOP/s by shape; with `quote` also hatched bars of peers that were measured elsewhere."""
+    from matplotlib.figure import Figure
+
+    rows = [r for r in bench.rows if r.which == which and r.status == "timed"]
+    names = list(dict.fromkeys(r.shape for r in bench.rows if r.which == which))
+    ours = list(dict.fromkeys(r.label for r in rows if not r.vendor))
+    peers = list(dict.fromkeys(r.label for r in rows if r.vendor))
+    measured = {(r.shape, r.label): r.tflops for r in rows}
+    bars: list[tuple[str, dict[tuple[str, str], float], bool]] = [(label, measured, False) for label in (*ours, *peers)]
+    if quote:
+        content = record.quoted()
+        elsewhere = {(s, p): v for s in names for p, v in _quoted(content, s, which).items() if p not in peers}
+        bars += [(label, elsewhere, True) for label in dict.fromkeys(p for _, p in elsewhere)]
+    figure = Figure(figsize=(max(6.0, 0.28 * len(names) * max(3, len(bars))), 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for i, (label, values, hatched) in enumerate(bars):
+        at = [x + (i - (len(bars) - 1) / 2) * 0.84 / len(bars) for x in range(len(names))]
+        heights = [values.get((shape, label), 0.0) for shape in names]
+        look = {"hatch": "///", "alpha": 0.45, "label": f"{label}, quoted"} if hatched else {"label": label}
+        axes.bar(at, heights, 0.8 / len(bars), color=COLORS.get(label, OTHER), edgecolor="white", linewidth=0, **look)
+    yard = {shape: tflops for shape, one, tflops in bench.yardsticks if one == which}
+    for x, shape in enumerate(names):
+        axes.hlines(yard.get(shape, 0.0), x - 0.46, x + 0.46, color="black", linewidth=0.8, linestyle=":",
+                    label=bench.yardstick if x == 0 else None)  # fmt: skip
+    _dress(axes, names, title or f"attention {which}, {bench.target.arch}")
+    figure.savefig(path, dpi=150)
+
+
+def _dress(axes: Any, names: list[str], title: str) -> None:
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel("TFLOP/s of useful work")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", linewidth=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=7, ncols=4, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.08))
+
+
+def _quoted(content: dict[str, Any], shape: str, which: str) -> dict[str, float]:
+    rows = [r for r in content["rows"] if (r["shape"], r["pass"]) == (shape, which) and r.get("tflops")]
+    return {r["peer"]: r["tflops"] for r in rows}
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}x"
