@@ -8,6 +8,7 @@ from undertow import cost, reference, simulator
 from undertow.instruments import inputs, verify
 from undertow.kernels import alloc
 from undertow.kernels.flydsl import compiler, launch, plan
+from undertow.mask import k_range
 from undertow.target import TARGETS
 
 CPU = torch.device("cpu")
@@ -27,7 +28,11 @@ class Run:
 
     @property
     def mfma(self):
-        return sum(count for _, report in self.reports for op, count in report.opcodes.items() if op.startswith("v_mfma"))
+        return sum(n for _, report in self.reports for op, n in report.opcodes.items() if op.startswith("v_mfma"))
+
+    @property
+    def findings(self):
+        return [f"{step.builder}: {finding}" for step, report in self.reports for finding in report.errors]
 
 
 def call(problem, *, seed=0, outliers=False, gap=0, fill=float("nan")):
@@ -46,10 +51,10 @@ def call(problem, *, seed=0, outliers=False, gap=0, fill=float("nan")):
     return tensors
 
 
-def run(problem, config=None, *, arch="gfx942", tensors=None, seed=0, wave_seed=None, steps_of=None):
-    """Every launch under the simulator with NaN-poisoned, fenced scratch and outputs."""
+def run(problem, config=None, *, arch="gfx942", tensors=None, wave_seed=None, mutate=None):
+    """Every launch under the simulator, scratch and outputs poisoned, scratch fenced; `mutate` plants a fault."""
     config = plan.config(problem, TARGETS[arch], "backward") if config is None else config
-    tensors = call(problem, seed=seed) if tensors is None else dict(tensors)
+    tensors = call(problem) if tensors is None else dict(tensors)
     if problem.is_packed:
         problem = replace(problem, total_q=tensors["q"].shape[0], total_k=tensors["k"].shape[0])
     scratch = alloc.Fence(plan.plan_workspace(problem, config), CPU)
@@ -59,17 +64,16 @@ def run(problem, config=None, *, arch="gfx942", tensors=None, seed=0, wave_seed=
     reports = []
 
     def on_simulator(step):
-        if 0 in step.grid:
-            return
+        step = step if mutate is None else mutate(step)
+        text = compiler.isa(step.key)
+        compiler.confirm(step.key, text)
         options = simulator.Options(seed=wave_seed)
-        args = step.flat()
-        if steps_of is not None:
-            args = steps_of(step, args)
-        report = simulator.isa(compiler.isa(step.key), None, step.grid, step.block, args, target=arch, options=options)
+        report = simulator.isa(text, None, step.grid, step.block, step.flat(), target=arch, options=options)
         reports.append((step, report))
 
     launch.backward(problem, config, tensors, scratch.tensors, run=on_simulator)
-    scratch.check()
+    if mutate is None:
+        scratch.check()
     got = {n: tensors[n] for n in ("dq", "dk", "dv", *(("dsink",) if problem.has_sink else ()))}
     parity = verify.compare(problem, tensors, got | {"out": tensors["out"], "lse": tensors["lse"]})
     parity = [p for p in parity if p.tensor in got]
@@ -78,8 +82,7 @@ def run(problem, config=None, *, arch="gfx942", tensors=None, seed=0, wave_seed=
 
 def check(done, *, cosine=COSINE):
     """Every gate green, no finding of the simulator, and MFMA counts as predicted exactly."""
-    faults = [f"{step.builder}: {f}" for step, report in done.reports for f in report.errors]
-    assert not faults, faults[:5]
+    assert not done.findings, done.findings[:5]
     for found in done.parity:
         assert found.ok, found
         assert found.cosine >= cosine, found
@@ -97,8 +100,6 @@ def predicted(done):
 
 def owner_count(problem, g):
     """The same for the kernel that streams keys past its own query rows."""
-    from undertow.mask import k_range
-
     tiles = 0
     for sq, sk in problem.segments:
         for i0 in range(0, sq, g.block_n):

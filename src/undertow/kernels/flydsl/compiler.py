@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -87,6 +88,21 @@ def compile_launcher(jit: Any, key: tuple[str, str, Any, frozenset[str]]) -> Any
     import flydsl.expr as fx
 
     return flyc.compile(jit, *arguments(jit, key), 1, 1, 1, fx.Stream(None))
+
+
+def confirm(key: tuple[str, str, Any, frozenset[str]], text: str) -> None:
+    """Check that machine code is the build a key stands for: workgroup size and LDS as its geometry resolves them.
+
+    Raises:
+        RuntimeError: they differ, so that no count or time of this code may be read as that build's.
+    """
+    geometry = key[2]
+    wanted = {"max_flat_workgroup_size": geometry.threads, "group_segment_fixed_size": geometry.lds_bytes}
+    for name, want in wanted.items():
+        found = re.search(rf"^\s*\.{name}:\s+(\d+)", text, re.MULTILINE)
+        have = int(found.group(1)) if found else None
+        if have != want:
+            raise RuntimeError(f"code has {name} {have}, the resolved geometry {want}: {geometry}")
 
 
 def isa(key: tuple[str, str, Any, frozenset[str]]) -> str:

@@ -266,6 +266,11 @@ class RowGeometry:
     dtype: str = "bf16"
     threads: int = 256
 
+    @property
+    def lds_bytes(self) -> int:
+        """Rows need no LDS: lanes exchange through registers."""
+        return 0
+
     def lanes_per_row(self, dim: int) -> int:
         """Lanes that share a row of `dim` columns."""
         return 1 << (dim // 8 - 1).bit_length()

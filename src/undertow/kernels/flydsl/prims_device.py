@@ -14,6 +14,7 @@ from flydsl.expr.typing import T  # noqa: TID253
 
 Vec = fx.Vector
 ELEMENT = {"bf16": fx.BFloat16, "fp16": fx.Float16, "fp32": fx.Float32}
+CARRIER = {"bf16": fx.BFloat16, "fp16": fx.Int16}  # fp16 moves as bits between products
 LOG2E = 1.4426950408889634
 FAR = 0x40000000  # a byte offset behind every descriptor: loads give 0, stores are dropped
 LOW, HIGH = -(1 << 30), 1 << 30
@@ -133,13 +134,25 @@ def mfma(a, b, c, dtype, k):
         form, a, b = rocdl.mfma_f32_16x16x16bf16_1k, a.bitcast(fx.Int16), b.bitcast(fx.Int16)
     else:
         form = rocdl.mfma_f32_16x16x16f16
+    if dtype == "fp16":
+        a, b = a.bitcast(fx.Float16), b.bitcast(fx.Float16)
     return Vec(form(c.type, [a, b, c]), dtype=fx.Float32)
 
 
 def narrow(values, dtype, arch):
-    """fp32 values as one 16-bit vector. gfx942 has no bf16 conversion: add half an ulp and keep the high halves."""
-    if dtype == "fp16" or arch == "gfx950" or len(values) % 2:
-        return Vec.from_elements(values, fx.Float32).to(ELEMENT[dtype])
+    """fp32 values as one vector of the 16-bit carrier type, or a scalar for one value.
+
+    gfx942 has no bf16 conversion: add half an ulp and keep the high halves.
+    """
+    if dtype == "bf16" and (arch == "gfx950" or len(values) == 1):
+        return values[0].to(fx.BFloat16) if len(values) == 1 else Vec.from_elements(values, fx.Float32).to(fx.BFloat16)
+    if dtype == "fp16":
+        halves = [v.to(fx.Float16).bitcast(fx.Int16) for v in values]
+        if len(values) == 1:
+            return halves[0]
+        low = fx.Int32(0xFFFF)
+        pairs = [(fx.Int32(halves[i]) & low) | (fx.Int32(halves[i + 1]) << 16) for i in range(0, len(values), 2)]
+        return Vec.from_elements(pairs, fx.Int32).bitcast(fx.Int16)
     bits = [v.bitcast(fx.Int32) + 0x8000 for v in values]
     high = fx.Int32(-65536)
     pairs = [(bits[i + 1] & high) | bits[i].shrui(fx.Int32(16)) for i in range(0, len(bits), 2)]

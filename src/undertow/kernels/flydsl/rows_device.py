@@ -7,7 +7,7 @@ import flydsl.expr as fx  # noqa: TID253
 from flydsl.expr import const_expr, range_constexpr  # noqa: TID253
 
 from .geometry import WAVE, RowGeometry
-from .prims_device import ELEMENT, FAR, LOG2E, View, exp2, greater, lesser, load, rows, store
+from .prims_device import ELEMENT, FAR, LOG2E, View, exp2, greater, lesser, load, narrow, rows, store
 from .segments_device import Segments, locate
 
 VEC = 8  # elements of 16 bits a lane loads at once
@@ -97,7 +97,7 @@ def build_preprocess(geometry: RowGeometry, features: frozenset[str]):
 
 def build_convert(geometry: RowGeometry, features: frozenset[str]):
     """dQ out of its accumulator: packed fp32, or, with "bf16" in `features`, bf16 by segment."""
-    G, elem = geometry, ELEMENT[geometry.dtype]
+    G = geometry
     LANES, ROWS = G.lanes_per_row(G.qk_head_dim), G.rows(G.qk_head_dim)
 
     @flyc.kernel(known_block_size=[G.threads, 1, 1], name=f"undertow_convert_{G.qk_head_dim}")
@@ -125,7 +125,7 @@ def build_convert(geometry: RowGeometry, features: frozenset[str]):
             offset = (row * fx.Int32(dq_acc.s) + column) * 4
             halves = [load(rsrc, real.select(offset + x, fx.Int32(FAR)), fx.Float32, 4) for x in (0, 16)]
             values = [half[e] for half in halves for e in range_constexpr(4)]
-        rounded = fx.Vector.from_elements([x * scale for x in values], fx.Float32).to(elem)
+        rounded = narrow([x * scale for x in values], G.dtype, G.arch)
         offset = (row * fx.Int32(dq.s) + column) * 2
         rsrc = rows(dq.at(b, h, t0), dq.s, tile, G.qk_head_dim, 2)
         store(rounded, rsrc, real.select(offset, fx.Int32(FAR)))

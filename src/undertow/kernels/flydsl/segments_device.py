@@ -31,8 +31,8 @@ class Segments:
     """The argument: seqused pointers (null where the build does not read them), the dense lengths, the band.
 
     `left`, `right` bound j - i - shift from both sides, far away where the band is open. `align` is 1 where the
-    diagonal starts at seqlen_k - seqlen_q, 0 where it starts at 0. The cu_seqlens pointers are arguments of their own: a null
-    pointer argument tells FlyDSL to compile without a launch.
+    diagonal starts at seqlen_k - seqlen_q, 0 where it starts at 0. The cu_seqlens pointers are arguments of their own:
+    a null pointer argument tells FlyDSL to compile without a launch.
     """
 
     names = ("used_q", "used_k", "batch", "seqlen_q", "seqlen_k", "align", "left", "right")

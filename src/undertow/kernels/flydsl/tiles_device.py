@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import flydsl.expr as fx  # noqa: TID253
 
 from .geometry import TILE, WAVE, Geometry
-from .prims_device import ELEMENT, FAR, Vec, join, lesser, load, mfma, narrow, read_turned, rows, store, uniform
+from .prims_device import CARRIER, FAR, Vec, join, lesser, load, mfma, narrow, read_turned, rows, store, uniform
 
 LDS_FIELDS = ("wide", "slim", "ds", "wide_t", "slim_t", "lse", "delta")
 
@@ -22,7 +22,7 @@ class Tiles:
 
     def __init__(self, geometry: Geometry):
         G = self.G = geometry
-        self.elem = ELEMENT[G.dtype]
+        self.elem = CARRIER[G.dtype]
         self.dims = {"wide": G.qk_head_dim, "slim": G.v_head_dim}
         self.pitch = {name: G.row_elems(dim) for name, dim in self.dims.items()}
         self.pitch_t, self.pitch_ds = G.row_elems(G.block_m), G.row_elems(G.block_n)
@@ -169,5 +169,4 @@ class Tiles:
                     values = [acc[n + e][r] * factor for e in range(columns)]
                     n += columns
                     offset = (row * stride + (at.lm * columns + first)) * 2
-                    value = self.small(values) if columns > 1 else values[0].to(self.elem)
-                    store(value, rsrc, (row < valid).select(offset, fx.Int32(FAR)))
+                    store(self.small(values), rsrc, (row < valid).select(offset, fx.Int32(FAR)))
