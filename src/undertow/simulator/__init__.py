@@ -4,9 +4,9 @@
 """
 
 from .asm import AsmError
-from .launch import Options, code_object, isa, triton
+from .launch import Options, code_object, isa, simulate_module, triton
 from .machine import SimulationError
 from .report import Finding, Report
 from .state import UnsupportedError
 
-__all__ = ["AsmError", "Finding", "Options", "Report", "SimulationError", "UnsupportedError", "code_object", "isa", "triton"]
+__all__ = ["AsmError", "Finding", "Options", "Report", "SimulationError", "UnsupportedError", "code_object", "isa", "simulate_module", "triton"]

@@ -53,7 +53,7 @@ def isa(
     bad arguments, NotImplementedError for an instruction that is not modelled, SimulationError for a runaway program.
     """
     module = asm.parse(text)
-    return run_module(module, kernel, grid, block, args, dynamic_lds=dynamic_lds, target=target, options=options)
+    return simulate_module(module, kernel, grid, block, args, dynamic_lds=dynamic_lds, target=target, options=options)
 
 
 def code_object(
@@ -62,7 +62,7 @@ def code_object(
     """Run a kernel of an AMD ELF code object (.co, .hsaco); needs the `simulator` extra (tinygrad) or llvm-objdump >= 19."""
     from .disassemble import load
 
-    return run_module(load(Path(path).read_bytes()), kernel, grid, block, args, dynamic_lds=dynamic_lds, options=options)
+    return simulate_module(load(Path(path).read_bytes()), kernel, grid, block, args, dynamic_lds=dynamic_lds, options=options)
 
 
 def triton(
@@ -125,7 +125,7 @@ def make_program(module: asm.Module, kernel: asm.Kernel, target: str | None, ext
     return Program(module, kernel.entry, chosen, max(vgprs, 1), agprs, lds, d.get("private_segment_fixed_size", 0), mode == 0, granule)
 
 
-def run_module(
+def simulate_module(
     module: asm.Module, kernel: str | None, grid: Grid, block: Grid, args: Arguments, *, dynamic_lds: int = 0, target: str | None = None,
     options: Options = DEFAULT,
 ) -> Report:  # fmt: skip
