@@ -1,0 +1,447 @@
+"""The bench: no speed without proof, records that come back as they went, and quoted facts kept apart."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from undertow import dispatch, schedule
+from undertow.instruments import bench as harness
+from undertow.instruments import clock, plot, proof, record
+from undertow.instruments.bench import Variant, bench, ladder, named_kernels, predicted_ratio
+from undertow.instruments.clock import Pace, Participant
+from undertow.instruments.shapes import bench_shapes, pick, short_documents, tiny_shapes
+from undertow.kernels.spec import Config
+from undertow.kernels.torch_tiled import KERNEL as TILED
+from undertow.kernels.vendor import aiter, cudnn_frontend, flash_attn, flex
+from undertow.target import TARGETS
+
+CPU = torch.device("cpu")
+QUICK = Pace(rounds=2, warmup=1, idle=0.0)
+TINY = {w.name: w for w in tiny_shapes()}
+(SDPA,) = named_kernels(("sdpa_cpu_flash",))
+H200 = TARGETS["sm_90"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Two kernels, two shapes, two passes, on a CPU."""
+    return bench((TINY["gqa"], TINY["d40"]), (TILED, SDPA), device="cpu", passes=("forward", "backward"), pace=QUICK)
+
+
+def only(kernel, shape="gqa", which="backward", **fields):
+    shape = replace(TINY[shape], problem=replace(TINY[shape].problem, **fields))
+    return bench((shape,), (kernel,), device="cpu", passes=(which,), pace=QUICK).rows[0]
+
+
+# ---- named shapes
+
+
+def test_shapes_are_those_of_the_docs():
+    shapes = {w.name: w.problem for w in bench_shapes(deterministic=None)}
+    assert len(shapes) == 34
+    assert sum(p.deterministic for p in shapes.values()) == 17
+    assert shapes["S2"].seqlens_q == (4096, 3000, 2500, 2048, 1700, 1400, 1000, 640)
+    assert sum(shapes["S2"].seqlens_q) == sum(shapes["X2"].seqlens_q) == 16384
+    assert short_documents()[:4] == (64, 221, 378, 150)
+    assert len(short_documents()) == 64
+    assert (shapes["S6"].band.left, shapes["S6"].band.right, shapes["S6"].group) == (1024, 0, 8)
+    assert (shapes["S10"].max_seqlen_q, shapes["S10"].max_seqlen_k) == (2048, 8192)
+    assert shapes["S5"].band.right is None
+    assert all(p.dtype == "bf16" for p in shapes.values())
+
+
+def test_useful_work_of_s1_is_the_published_figure():
+    (s1,) = pick(("S1",))
+    assert harness.useful_flops(s1.problem, "backward") / 3.43e-3 / 1e12 == pytest.approx(521, abs=0.1)
+
+
+def test_an_unknown_shape_names_the_known():
+    with pytest.raises(ValueError, match="wanted one of S1, S2"):
+        pick(("S9",))
+
+
+# ---- proofs
+
+
+def test_right_kernels_are_timed(measured):
+    assert {r.status for r in measured.rows} == {"timed"}
+    for row in measured.rows:
+        assert row.ms >= row.ms_min > 0
+        assert row.tflops == pytest.approx(harness.useful_flops(row.problem, row.which) / row.ms / 1e9)
+        assert row.of_yardstick > 0
+        assert all(p.ok for p in row.parity)
+        assert row.bitwise
+    tiled = next(r for r in measured.rows if r.label == "torch_tiled" and r.which == "backward")
+    assert tiled.workspace > 0
+    assert "block_m" in tiled.config
+
+
+def zeros(problem, config, tensors, scratch):
+    TILED.backward(problem, config, tensors, scratch)
+    for name in ("dq", "dk", "dv"):
+        tensors[name].zero_()
+
+
+def lost_row(problem, config, tensors, scratch):
+    TILED.backward(problem, config, tensors, scratch)
+    tensors["dk"][0, 200] = 0
+
+
+def half_written(problem, config, tensors, scratch):
+    TILED.backward(problem, config, tensors | {"dv": torch.empty_like(tensors["dv"])}, scratch)
+
+
+def wrong_scale(problem, config, tensors, scratch):
+    TILED.backward(problem, config, tensors, scratch)
+    tensors["dq"].mul_(1.02)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [(zeros, "wrong dq"), (lost_row, "wrong dk"), (half_written, "wrong dv"), (wrong_scale, "wrong dq")],
+)
+def test_wrong_gradients_get_no_speed(broken, said):
+    row = only(replace(TILED, backward=broken))
+    assert row.status == "refused"
+    assert said in row.reason
+    assert row.ms == row.tflops == 0
+
+
+def test_a_wrong_forward_gets_no_speed():
+    def shifted(problem, config, tensors):
+        TILED.forward(problem, config, tensors)
+        tensors["lse"].add_(0.01)
+
+    assert "wrong lse" in only(replace(TILED, forward=shifted), which="forward").reason
+
+
+def test_the_gates_of_big_shapes_find_them_too(monkeypatch):
+    monkeypatch.setattr(proof, "SMALL", 0)
+    assert only(TILED).status == "timed"
+    for broken, said in ((zeros, "dq"), (lost_row, "dk"), (half_written, "dv"), (wrong_scale, "dq")):
+        assert f"wrong {said}" in only(replace(TILED, backward=broken)).reason
+
+
+def test_another_kernel_under_a_peers_name_is_found_out():
+    imposter = replace(SDPA, backward=TILED.backward, config=TILED.config, plan_workspace=TILED.plan_workspace)
+    row = only(imposter)
+    assert row.status == "refused"
+    assert "not the kernel it claims" in row.reason
+    assert row.ms == 0
+    assert only(SDPA).status == "timed"
+
+
+def test_a_kernel_without_a_claim_must_launch_its_own_name():
+    assert "not the kernel it claims" in only(replace(TILED, name="hopper")).reason
+
+
+def test_the_claimed_kernel_must_take_its_share_of_the_time():
+    seen = proof.Seen((("some_gemm", 900.0), ("flash_bwd_kernel", 50.0), ("Memcpy DtoD", 50.0)), 50.0)
+    assert "5% of its time" in proof.disproof("sdpa_flash", seen, "backward", shares=True)
+    seen = proof.Seen((("flash_bwd_kernel", 900.0), ("reduce", 100.0)), 0.0)
+    assert proof.disproof("sdpa_flash", seen, "backward", shares=True) == ""
+    assert "nothing run" in proof.disproof("sdpa_flash", proof.Seen((), 0.0), "backward", shares=True)
+
+
+def test_a_cache_of_gradients_is_found_after_the_timed_calls():
+    calls = []
+
+    def lazy(problem, config, tensors, scratch):
+        calls.append(None)
+        if len(calls) <= 2 + harness.REPEATS:
+            TILED.backward(problem, config, tensors, scratch)
+
+    row = only(replace(TILED, backward=lazy))
+    assert row.status == "refused"
+    assert "last timed call" in row.reason
+    assert row.ms == 0
+
+
+def test_deterministic_shapes_want_equal_bits():
+    calls = []
+
+    def jitter(problem, config, tensors, scratch):
+        TILED.backward(problem, config, tensors, scratch)
+        calls.append(None)
+        tensors["dq"].mul_(1 + 2.0**-7 * (len(calls) % 2))
+
+    shaky = replace(TILED, backward=jitter)
+    assert "differ in bits" in only(shaky, deterministic=True).reason
+    row = only(shaky)
+    assert (row.status, row.bitwise) == ("timed", False)
+    assert only(TILED, deterministic=True).bitwise
+
+
+def test_a_kernel_that_raises_is_a_row_and_a_bug_is_not():
+    def unable(problem, config, tensors, scratch):
+        raise RuntimeError("no engine")
+
+    row = only(replace(TILED, backward=unable))
+    assert (row.status, row.reason) == ("cannot", "raised RuntimeError: no engine")
+
+    def buggy(problem, config, tensors, scratch):
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError):
+        only(replace(TILED, backward=buggy))
+
+
+# ---- time
+
+
+def test_round_robin_poisons_before_every_call_and_rotates():
+    order = []
+    loop = {
+        name: Participant(lambda name=name: order.append(name), lambda name=name: order.append(f"-{name}"))
+        for name in "ab"
+    }
+    samples = clock.round_robin(loop, CPU, Pace(rounds=2, warmup=1, idle=0.0))
+    assert order == ["-a", "a", "-b", "b", "-a", "a", "-b", "b", "-b", "b", "-a", "a"]
+    assert all(len(s.ms) == 2 and s.minimum <= s.median for s in samples.values())
+
+
+def test_sustained_and_both():
+    row = bench((TINY["d40"],), (TILED,), device="cpu", passes=("both",), pace=replace(QUICK, sustained_s=0.02)).rows[0]
+    assert row.status == "timed"
+    assert row.sustained_tflops > 0
+    assert {p.tensor for p in row.parity} == {"out", "lse", "dq", "dk", "dv"}
+
+
+# ---- ladder
+
+
+def test_the_ladder_puts_the_prediction_beside_the_launch_order_step():
+    before, after = Config(64, 64, switches=(("kv_major", False),)), Config(64, 64, switches=(("kv_major", True),))
+    problem = TINY["mla-packed"].problem
+    spans = [
+        schedule.predict(schedule.block_tiles(problem, 64, 64, kv_major=order), TARGETS["gfx942"])
+        for order in (False, True)
+    ]
+    assert predicted_ratio(problem, before, after, TARGETS["gfx942"]) == spans[0] / spans[1]
+    assert predicted_ratio(problem, before, replace(after, block_m=32, switches=before.switches), H200) is None
+    nested = Config(switches=(("dkdv", before),)), Config(switches=(("dkdv", after),))
+    assert predicted_ratio(problem, *nested, TARGETS["gfx942"]) == spans[0] / spans[1]
+
+
+def test_the_ladder_times_every_step_of_one_kernel():
+    base = TILED.config(TINY["gqa"].problem, TARGETS["cpu"], "backward")
+    steps = ladder(TINY["gqa"], TILED, (("small", "", replace(base, block_m=64)), ("table", "", base)), device="cpu", pace=QUICK)
+    assert [s.row.status for s in steps] == ["timed", "timed"]
+    assert steps[0].ratio is None
+    assert steps[1].ratio == steps[0].row.ms / steps[1].row.ms
+    assert [s.row.label for s in steps] == ["small", "table"]
+
+
+# ---- records
+
+
+def test_a_record_comes_back_as_it_went(measured, tmp_path):
+    source = record.provenance(measured, "cpu", commit="abc+dirty")
+    assert (source.commit, source.dirty, source.arch) == ("abc", True, "cpu")
+    assert source.versions["torch"]
+    record.save(measured, source, tmp_path / "r.json")
+    assert record.load(tmp_path / "r.json") == (measured, source)
+
+
+def test_dispatch_reads_a_record(measured, tmp_path, monkeypatch):
+    record.save(measured, record.provenance(measured, "cpu"), tmp_path / "measured" / "r.json")
+    monkeypatch.setattr(dispatch, "files", lambda package: tmp_path)
+    dispatch.records.cache_clear()
+    try:
+        times = dispatch._times(TINY["gqa"].problem, TARGETS["cpu"], "backward")
+        row = next(r for r in measured.rows if (r.shape, r.which, r.label) == ("gqa", "backward", "torch_tiled"))
+        assert times["torch_tiled"] == row.ms
+        assert set(times) == {"torch_tiled", "sdpa_cpu_flash"}
+    finally:
+        dispatch.records.cache_clear()
+
+
+def test_refused_rows_never_reach_dispatch(tmp_path):
+    found = bench((TINY["gqa"],), (replace(TILED, backward=zeros), SDPA), device="cpu", pace=QUICK)
+    (entry,) = record.dispatch_entries(found)
+    assert set(entry["ms"]) == {"sdpa_cpu_flash"}
+
+
+def test_quoted_facts_are_not_measurements():
+    content = record.quoted()
+    known = {w.name for w in bench_shapes(deterministic=None)}
+    assert {r["shape"] for r in content["rows"]} <= known
+    assert {r["peer"] for r in content["rows"]} <= {k.name for k in harness.all_kernels()}
+    assert "2026-11-29" in content["source"]
+    assert "4.0.0b36" in content["source"]
+    assert not [e for e in dispatch.records() if "tflops" in e]
+    path = next(p for p in record.files("undertow").joinpath("measured").iterdir() if p.name == record.QUOTED)
+    with pytest.raises(ValueError, match="'quoted', wanted 'measured'"):
+        record.load(path)
+
+
+def test_a_quoted_file_with_dispatch_entries_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "measured").mkdir()
+    (tmp_path / "measured" / record.QUOTED).write_text(json.dumps({"kind": "quoted", "dispatch": []}))
+    monkeypatch.setattr(record, "files", lambda package: tmp_path)
+    with pytest.raises(ValueError, match="no dispatch"):
+        record.quoted()
+
+
+def test_tables_and_plot(measured, tmp_path):
+    from rich.console import Console
+
+    console = Console(width=220, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    bad = replace(measured.rows[0], status="refused", reason="wrong dq", tflops=0.0)
+    console.print(plot.table(replace(measured, rows=(*measured.rows, bad))))
+    console.print(plot.quoted_table(("S1", "S2")))
+    text = console.export_text()
+    assert "wrong dq" in text
+    assert "quoted, not measured in this run" in text
+    assert "521" in text.split("quoted, not measured")[1]
+    assert "521" not in text.split("quoted, not measured")[0]
+    plot.plot(measured, tmp_path / "p.png", quote=True)
+    assert (tmp_path / "p.png").stat().st_size > 5000
+
+
+# ---- peers that are not installed here
+
+
+@pytest.mark.parametrize(
+    ("kernel", "target", "said"),
+    [
+        (cudnn_frontend.KERNEL, "sm_90", "nvidia-cudnn-frontend"),
+        *((k, "sm_90", "not importable") for k in flash_attn.KERNELS),
+        (aiter.KERNEL, "gfx942", "aiter"),
+    ],
+)
+def test_missing_packages_are_limits_that_say_so(kernel, target, said):
+    problem = TINY["gqa"].problem
+    missing = [lim for lim in kernel.failing(problem, TARGETS[target]) if "importable" in lim.why]
+    if not missing:
+        pytest.skip(f"{kernel.name} is installed")
+    assert said in missing[0].text(problem, TARGETS[target])
+    assert missing[0].remedy(problem, TARGETS[target])
+
+
+def test_limits_of_peers_name_their_numbers():
+    fa4 = next(k for k in flash_attn.KERNELS if k.name == "flash_attn_4")
+    for name, said in (("d40", "dq is wrong"), ("S1g", "GQA")):
+        (shape,) = pick((name,))
+        assert said in " ".join(fa4.unsupported(shape.problem, H200))
+    assert not [t for t in fa4.unsupported(pick(("S8",))[0].problem, H200) if "dq" in t]
+    fa3 = next(k for k in flash_attn.KERNELS if k.name == "flash_attn_3")
+    assert "256" in " ".join(fa3.unsupported(pick(("S7-det",))[0].problem, H200))
+
+
+def test_flex_takes_every_named_shape():
+    for w in bench_shapes(deterministic=None):
+        assert flex.KERNEL.unsupported(w.problem, H200) == ()
+
+
+@pytest.mark.parametrize("name", ["mla-packed", "gqa", "window", "chunk", "full"])
+def test_flex_masks_uncompiled(name, monkeypatch):
+    """torch cannot compile its backward for a CPU; the eager forward shows that masks and layouts are right."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def eager(problem):
+        def attend(q, k, v, mask):
+            options = {"scale": problem.scale, "enable_gqa": problem.group > 1, "return_aux": AuxRequest(lse=True)}
+            out, aux = flex_attention(q, k, v, block_mask=mask, **options)
+            return out, aux.lse
+
+        return attend
+
+    monkeypatch.setattr(flex, "_compiled", eager)
+    flex._block_mask.cache_clear()
+    shape = harness._Shape(TINY[name], CPU, 0)
+    shape.ready("forward")
+    flex.KERNEL.forward(shape.problem, Config(), shape.tensors)
+    flex._block_mask.cache_clear()
+    assert all(p.ok for p in proof.parity(shape.problem, shape.tensors, shape.truth, "forward"))
+
+
+class Recorder:
+    """A stand-in package: it takes what the real functions of these names take, and keeps it."""
+
+    def __init__(self, names):
+        self.names, self.got = names.split(), {}
+
+    def __call__(self, *positional, **named):
+        self.got = dict(zip(self.names, positional, strict=False)) | named
+        assert set(self.got) <= set(self.names), set(self.got) - set(self.names)
+        shapes = ("out", "softmax_lse") if "return_softmax" in self.names else ()
+        return tuple(self.got.get(n) for n in shapes)
+
+
+FA2_BACKWARD = (
+    "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale "
+    "causal window_size_left window_size_right softcap alibi_slopes deterministic rng_state"
+)
+AITER_BACKWARD = FA2_BACKWARD.replace("softcap ", "") + " is_v3_atomic_fp32 how_v3_bf16_cvt"
+
+
+def stand_in(monkeypatch, module, functions):
+    import sys
+
+    parts = module.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), SimpleNamespace())
+    for i in range(1, len(parts)):
+        setattr(sys.modules[".".join(parts[:i])], parts[i], sys.modules[".".join(parts[: i + 1])])
+    for name, function in functions.items():
+        setattr(sys.modules[module], name, function)
+
+
+def call_with(problem):
+    shape = harness._Shape(replace(TINY["mla-packed"], problem=problem), CPU, 0, judged=False)
+    return shape.tensors
+
+
+def test_flash_attn_2_gets_the_band_as_its_window(monkeypatch):
+    varlen = Recorder(FA2_BACKWARD)
+    stand_in(monkeypatch, "flash_attn.flash_attn_interface", {"_flash_attn_varlen_backward": varlen})
+    problem = replace(TINY["mla-packed"].problem, band=TINY["window"].problem.band, deterministic=True)
+    flash_attn.fa2_backward(problem, Config(), call_with(problem), {})
+    got = varlen.got
+    assert (got["causal"], got["window_size_left"], got["window_size_right"]) == (False, 64, 0)
+    assert got["deterministic"] is True
+    assert got["max_seqlen_q"] == 100
+    causal = replace(TINY["mla-packed"].problem)
+    flash_attn.fa2_backward(causal, Config(), call_with(causal), {})
+    assert (varlen.got["causal"], varlen.got["window_size_left"]) == (True, -1)
+
+
+def test_aiter_traps_are_closed(monkeypatch):
+    varlen = Recorder(AITER_BACKWARD)
+    stand_in(monkeypatch, "aiter.ops.mha", {"_flash_attn_varlen_backward": varlen})
+    problem = TINY["mla-packed"].problem
+    tensors = call_with(problem)
+    assert tensors["cu_seqlens_q"] is not tensors["cu_seqlens_k"]
+    aiter.backward(problem, Config(), tensors, {})
+    assert varlen.got["deterministic"] is False
+    assert varlen.got["cu_seqlens_q"].data_ptr() == varlen.got["cu_seqlens_k"].data_ptr()
+    other = replace(problem, seqlens_k=None)
+    aiter.backward(other, Config(), tensors, {})
+    assert varlen.got["cu_seqlens_q"].data_ptr() != varlen.got["cu_seqlens_k"].data_ptr()
+
+
+def test_claims_match_the_names_that_our_kernels_have():
+    from undertow.kernels.triton import backward_device, forward_device
+
+    import re
+
+    claim = proof.CLAIMS["triton"]
+    assert any(re.search(claim.backward, n) for n in vars(backward_device) if n.endswith("_kernel"))
+    assert any(re.search(claim.forward, n) for n in vars(forward_device) if n.endswith("_kernel"))
+
+
+def test_variants_of_one_kernel_keep_their_labels():
+    base = TILED.config(TINY["d40"].problem, TARGETS["cpu"], "backward")
+    assert Variant("a", TILED, base).label == "a"
