@@ -77,7 +77,7 @@ SLOW = {
     "knob-256-keys": (packed(*CHUNKS, band=CAUSAL), {"block_n": 256}, "gfx942", {}),
     "knob-4-waves-128-keys": (packed(*CHUNKS, band=CAUSAL), {"num_waves": 4}, "gfx942", {}),
     "mla-long": (packed((300, 140), (300, 400), h=4, hk=2, band=CAUSAL), None, "gfx942", {}),
-    "mla-long-deterministic": (packed((300, 140), (300, 400), h=4, band=CAUSAL, deterministic=True), None, "gfx942", {}),
+    "mla-long-deterministic": (packed((300, 140), (300, 400), band=CAUSAL, deterministic=True), None, "gfx942", {}),
     "950-d256": (dense(40, 70, (256, 256), batch=1, band=CAUSAL), None, "gfx950", {}),
     "950-d128-softcap": (dense(40, 60, (128, 128), batch=1, softcap=5.0, band=CAUSAL), None, "gfx950", {}),
     "950-bf16-accumulator": (packed(*CHUNKS, band=CAUSAL), {"accumulate": "bf16", "dq_groups": 2}, "gfx950", {}),
