@@ -55,7 +55,7 @@ def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensor
 def forward_launches(problem: Problem, config: Config, tensors: Tensors) -> Iterator[Launch]:
     """The forward kernel."""
     stage = config.switch("forward")
-    programs, blocks = _grid(problem.max_seqlen_q, stage.block_m, problem.nheads_q, problem.batch)
+    programs, blocks = _stage_grid(problem, stage, "q")
     args = (*_views(problem, tensors, "q k v"), tensors["sink"], *_views(problem, tensors, "out lse"))
     yield Launch("forward", forward_kernel, programs, (*args, *_math(problem, tensors), blocks), _meta(problem, stage))
 
@@ -66,14 +66,14 @@ def backward_launches(problem: Problem, config: Config, tensors: Tensors, scratc
     inputs = (*_views(problem, tensors, "q k v dout lse"), view(scratch["delta"], lse_axes(problem)))
     dq_acc = view(scratch["dq_acc"], "hsd" if problem.is_packed else "hbsd") if "dq_acc" in scratch else None
     stage = config.switch("dkdv")
-    programs, blocks = _grid(problem.max_seqlen_k, stage.block_n, problem.nheads_kv, problem.batch)
+    programs, blocks = _stage_grid(problem, stage, "k")
     args = (*inputs, dq_acc, *_views(problem, tensors, "dk dv"), *_math(problem, tensors), blocks)
     yield Launch("dkdv", dkdv_kernel, programs, args, _meta(problem, stage))
     if dq_acc is not None:
         yield _round_dq(problem, tensors, dq_acc)
         return
     stage = config.switch("dq")
-    programs, blocks = _grid(problem.max_seqlen_q, stage.block_m, problem.nheads_q, problem.batch)
+    programs, blocks = _stage_grid(problem, stage, "q")
     args = (*inputs, *_views(problem, tensors, "dq"), *_math(problem, tensors), blocks)
     yield Launch("dq", dq_kernel, programs, args, _meta(problem, stage))
 
@@ -122,9 +122,21 @@ def _math(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
     return *_mask(problem, tensors), problem.scale, problem.softcap or None
 
 
-def _grid(rows: int, block: int, nheads: int, batch: int) -> tuple[int, Blocks]:
-    """Programs of a one-dimensional grid (y and z end at 65535), at least one a segment so that gaps are zeroed."""
-    return max(1, triton.cdiv(rows, block)) * nheads * batch, Blocks(nheads, batch, nheads * batch)
+def _grid(rows: int, block: int, nheads: int, batch: int, columns: int = 0) -> tuple[int, Blocks]:
+    """Programs of a one-dimensional grid (y and z end at 65535), at least one a segment so that gaps are zeroed.
+
+    `columns` heads run together (see Blocks); 0 is all of them.
+    """
+    return max(1, triton.cdiv(rows, block)) * nheads * batch, Blocks(nheads, batch, columns or max(1, nheads * batch))
+
+
+def _stage_grid(problem: Problem, stage: Config, owner: str) -> tuple[int, Blocks]:
+    """The grid of a kernel whose programs own query tiles ("q") or key tiles ("k")."""
+    if owner == "q":
+        rows, block, nheads = problem.max_seqlen_q, stage.block_m, problem.nheads_q
+    else:
+        rows, block, nheads = problem.max_seqlen_k, stage.block_n, problem.nheads_kv
+    return _grid(rows, block, nheads, problem.batch, stage.switch("columns", 0))
 
 
 def _top_left(problem: Problem) -> bool:
