@@ -149,7 +149,7 @@ def _meta(problem: Problem, stage: Config) -> dict[str, Any]:
         "GROUP": problem.group, "BLOCK_M": stage.block_m, "BLOCK_N": stage.block_n,
         "HEAD_DIM_QK": problem.head_dim_qk, "QK_LO": qk[0], "QK_HI": qk[1],
         "HEAD_DIM_V": problem.head_dim_v, "V_LO": v[0], "V_HI": v[1],
-        "TOP_LEFT": _top_left(problem), "PRECISION": "ieee" if problem.dtype == "fp32" else "tf32",
+        "TOP_LEFT": _top_left(problem), "PRECISION": "ieee",
         "num_warps": stage.num_warps, "num_stages": stage.num_stages,
     }  # fmt: skip
 
