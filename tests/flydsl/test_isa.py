@@ -104,7 +104,7 @@ def test_gfx950_uses_its_own_instructions(built):
     loops = [isa_facts.hot_loop(*isa_facts.instructions(text)) for text in texts]
     perms, conversions = ([isa_facts.count(loop, op) for loop in loops] for op in ("v_perm", "v_cvt_pk_bf16_f32"))
     # gfx942 turns tiles and rounds to bf16 with byte permutations, gfx950 with instructions of its own.
-    assert perms[0] > 80 and perms[1] == 0
+    assert perms[0] >= 80 and perms[1] == 0
     assert conversions[0] == 0 and conversions[1] >= 8
 
 
