@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from ...problem import Problem
 from ...target import Target
-from ...workspace import WorkspacePlan, delta_buffer, dq_acc_buffer, dsink_rows_buffer
+from ...workspace import Buffer, WorkspacePlan, delta_buffer, dq_acc_buffer, dsink_rows_buffer
 from ..spec import Config, Kernel, Limit, Tensors
-from .configs import SMALLEST, STAGES, executed_dims, feasible, shared_bytes, stage_config
+from .configs import SMALLEST, STAGES, executed_dims, feasible, programs, shared_bytes, stage_config
 
 ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "cpu"})
+
+OWNS = (("dkdv", "k"), ("dq", "q"))
+DESCRIPTOR_BYTES = 512
+"""TMA descriptors of one program: two tensors of at most two chunks, 128 bytes each."""
 
 
 def _smallest_fits(problem: Problem, target: Target) -> bool:
@@ -42,6 +46,11 @@ def plan_workspace(problem: Problem, config: Config) -> WorkspacePlan:
         buffers.append(dq_acc_buffer(problem, zeroed=True, written_by="dkdv", read_by="round_dq"))
     if problem.has_sink:
         buffers.append(dsink_rows_buffer(problem, written_by="delta", read_by="sum"))
+    counts = [programs(problem, s, side) for name, side in OWNS if (s := config.switch(name)).switch("tma")]
+    if counts:
+        shape = (max(counts), DESCRIPTOR_BYTES // 4)
+        users = {"written_by": "dkdv, dq", "read_by": "dkdv, dq"}
+        buffers.append(Buffer("descriptors", "pd", shape, "i32", zeroed=False, **users))
     return WorkspacePlan(tuple(buffers))
 
 

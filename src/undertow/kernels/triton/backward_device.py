@@ -14,6 +14,8 @@ from .chunks_device import (
     load_rows,
     load_tile,
     locate,
+    open_rows,
+    read_tile,
     row_ptr,
     rows_that_see,
     scaled,
@@ -47,25 +49,27 @@ def grad_scores(a, b, c, d, lse, delta, keep, scale, softcap, MASKED: tl.constex
 
 
 @triton.jit
-def sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, bounds, j, live_j, place, shift, window, scale,
-               softcap, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
-               QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-               PRECISION: tl.constexpr):  # fmt: skip
-    """Fold the query tiles of [i_first, i_last) into (dk, dv), and add their dq to dq_acc where there is one."""
+def sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, side, dq_acc, bounds, j, live_j, shift, window, scale,
+               softcap, BLOCK_M: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr,
+               QK_LO: tl.constexpr, QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr,
+               V_HI: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Fold the query tiles of [i_first, i_last) into (dk, dv), and add their dq to dq_acc where there is one.
+
+    `side` holds lse, delta and pointers to their first rows, and dq_acc's.
+    """
     dk_acc, dv_acc = grads
     i_first, i_last, i_end = bounds
-    b, h, start_q = place
+    lse, delta, lse_ptr, delta_ptr, dq_ptr = side
     r = tl.arange(0, BLOCK_M)
     for i0 in range(i_first, i_last, BLOCK_M):
-        row = start_q + i0
         live_i, keep = None, None
         if MASKED:
             live_i = i0 + r < i_end  # [M]
             keep = visible(live_i[None, :] & live_j[:, None], (i0 + r)[None, :], j[:, None], shift, window)  # [N, M]
-        q_tile = load_tile(q, row_ptr(q, b, h, row), r, live_i, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
-        do_tile = load_tile(dout, row_ptr(dout, b, h, row), r, live_i, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
-        lse_i = load_rows(lse, row_ptr(lse, b, h, row), r, live_i)  # [M]
-        delta_i = load_rows(delta, row_ptr(delta, b, h, row), r, live_i)  # [M]
+        q_tile = read_tile(q, q_rows, i0, r, live_i, HEAD_DIM_QK, QK_LO, QK_HI, TMA)  # [M, DQK]
+        do_tile = read_tile(dout, do_rows, i0, r, live_i, HEAD_DIM_V, V_LO, V_HI, TMA)  # [M, DV]
+        lse_i = load_rows(lse, lse_ptr, i0 + r, live_i)  # [M]
+        delta_i = load_rows(delta, delta_ptr, i0 + r, live_i)  # [M]
         p_t, ds_t = grad_scores(k_tile, q_tile, v_tile, do_tile, lse_i[None, :], delta_i[None, :], keep, scale, softcap,
                                 MASKED, PRECISION)  # fmt: skip
         # 5 dV += P^T dO
@@ -76,7 +80,7 @@ def sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, bounds, j, li
         # 7 dQ += dS K
         if dq_acc is not None:
             dq_tile = dot_add(zero_tile(BLOCK_M, QK_LO, QK_HI), tl.trans(ds_t), k_tile, PRECISION)  # [M, DQK]
-            add_tile(dq_acc, row_ptr(dq_acc, b, h, row), r, live_i, dq_tile, HEAD_DIM_QK, QK_LO)
+            add_tile(dq_acc, dq_ptr + tl.cast(i0, tl.int64) * dq_acc.stride_s, r, live_i, dq_tile, HEAD_DIM_QK, QK_LO)
     return dk_acc, dv_acc
 
 
@@ -85,7 +89,7 @@ def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, windo
                 GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
                 HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-                TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dk, dv of one key tile, summed over the query heads of its group; with dq_acc also its share of dq.
 
     lse is natural log with the scale folded in; delta is rowsum(dout * out) - dlse.
@@ -115,38 +119,42 @@ def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, windo
     tail = head + tl.maximum(full_hi - head, 0) // BLOCK_M * BLOCK_M
     grads = (zero_tile(BLOCK_N, QK_LO, QK_HI), zero_tile(BLOCK_N, V_LO, V_HI))
     for g in range(GROUP):
-        place = (b, h_kv * GROUP + g, start_q)
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (lo, head, hi), j, live_j, place, shift,
-                           window, scale, softcap, BLOCK_M, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
-                           PRECISION)  # fmt: skip
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (head, tail, hi), j, live_j, place,
-                           shift, window, scale, softcap, BLOCK_M, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
-                           V_HI, PRECISION)  # fmt: skip
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, lse, delta, dq_acc, (tail, hi, hi), j, live_j, place, shift,
-                           window, scale, softcap, BLOCK_M, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
-                           PRECISION)  # fmt: skip
+        h = h_kv * GROUP + g
+        q_rows = open_rows(q, b, h, start_q, hi, BLOCK_M, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
+        do_rows = open_rows(dout, b, h, start_q, hi, BLOCK_M, HEAD_DIM_V, V_LO, V_HI, TMA)
+        dq_ptr = None
+        if dq_acc is not None:
+            dq_ptr = row_ptr(dq_acc, b, h, start_q)
+        side = (lse, delta, row_ptr(lse, b, h, start_q), row_ptr(delta, b, h, start_q), dq_ptr)
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, side, dq_acc, (lo, head, hi), j, live_j,
+                           shift, window, scale, softcap, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V,
+                           V_LO, V_HI, PRECISION)  # fmt: skip
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, side, dq_acc, (head, tail, hi), j, live_j,
+                           shift, window, scale, softcap, BLOCK_M, TMA, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V,
+                           V_LO, V_HI, PRECISION)  # fmt: skip
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, side, dq_acc, (tail, hi, hi), j, live_j,
+                           shift, window, scale, softcap, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V,
+                           V_LO, V_HI, PRECISION)  # fmt: skip
     dk_acc, dv_acc = grads
     store_tile(dk, row_ptr(dk, b, h_kv, row), r, live_j, scaled(dk_acc, scale), HEAD_DIM_QK, QK_LO)
     store_tile(dv, row_ptr(dv, b, h_kv, row), r, live_j, dv_acc, HEAD_DIM_V, V_LO)
 
 
 @triton.jit
-def sweep_keys_dq(dq_acc, q_tile, do_tile, lse_i, delta_i, k, v, bounds, i, live_i, place, shift, window, scale,
-                  softcap, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
-                  QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
+def sweep_keys_dq(dq_acc, q_tile, do_tile, lse_i, delta_i, k, v, k_rows, v_rows, bounds, i, live_i, shift, window,
+                  scale, softcap, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+                  HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+                  V_LO: tl.constexpr, V_HI: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Fold the key tiles of [j_first, j_last) into dq (without the scale)."""
     j_first, j_last, j_end = bounds
-    b, h_kv, start_k = place
     r = tl.arange(0, BLOCK_N)
     for j0 in range(j_first, j_last, BLOCK_N):
-        row = start_k + j0
         live_j, keep = None, None
         if MASKED:
             live_j = j0 + r < j_end  # [N]
             keep = visible(live_i[:, None] & live_j[None, :], i[:, None], (j0 + r)[None, :], shift, window)  # [M, N]
-        k_tile = load_tile(k, row_ptr(k, b, h_kv, row), r, live_j, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
-        v_tile = load_tile(v, row_ptr(v, b, h_kv, row), r, live_j, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
+        k_tile = read_tile(k, k_rows, j0, r, live_j, HEAD_DIM_QK, QK_LO, QK_HI, TMA)  # [N, DQK]
+        v_tile = read_tile(v, v_rows, j0, r, live_j, HEAD_DIM_V, V_LO, V_HI, TMA)  # [N, DV]
         _, ds = grad_scores(q_tile, k_tile, do_tile, v_tile, lse_i[:, None], delta_i[:, None], keep, scale, softcap,
                             MASKED, PRECISION)  # fmt: skip
         # 7 dQ += dS K
@@ -159,7 +167,7 @@ def dq_kernel(q, k, v, dout, lse, delta, dq, seqs_q, seqs_k, window, scale, soft
               GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
               HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
               HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-              TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+              TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dq of one query tile, owned by this program: no accumulator in memory, bitwise reproducible.
 
     Grid: cdiv(max_seqlen_q, BLOCK_M) * nheads_q * batch. Writes every row of dq once, rows of gaps as 0.
@@ -188,14 +196,15 @@ def dq_kernel(q, k, v, dout, lse, delta, dq, seqs_q, seqs_k, window, scale, soft
     head = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), BLOCK_N) * BLOCK_N, hi)
     tail = head + tl.maximum(full_hi - head, 0) // BLOCK_N * BLOCK_N
     acc = zero_tile(BLOCK_M, QK_LO, QK_HI)
-    place = (b, h // GROUP, start_k)
-    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (lo, head, hi), i, sees, place, shift, window,
-                        scale, softcap, BLOCK_N, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
-                        PRECISION)  # fmt: skip
-    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (head, tail, hi), i, sees, place, shift, window,
-                        scale, softcap, BLOCK_N, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
-                        PRECISION)  # fmt: skip
-    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, (tail, hi, hi), i, sees, place, shift, window,
-                        scale, softcap, BLOCK_N, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI,
-                        PRECISION)  # fmt: skip
+    k_rows = open_rows(k, b, h // GROUP, start_k, hi, BLOCK_N, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
+    v_rows = open_rows(v, b, h // GROUP, start_k, hi, BLOCK_N, HEAD_DIM_V, V_LO, V_HI, TMA)
+    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, k_rows, v_rows, (lo, head, hi), i, sees, shift,
+                        window, scale, softcap, BLOCK_N, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
+                        V_HI, PRECISION)  # fmt: skip
+    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, k_rows, v_rows, (head, tail, hi), i, sees, shift,
+                        window, scale, softcap, BLOCK_N, TMA, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
+                        V_HI, PRECISION)  # fmt: skip
+    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, k_rows, v_rows, (tail, hi, hi), i, sees, shift,
+                        window, scale, softcap, BLOCK_N, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
+                        V_HI, PRECISION)  # fmt: skip
     store_tile(dq, row_ptr(dq, b, h, row), r, live_i, scaled(acc, scale), HEAD_DIM_QK, QK_LO)

@@ -164,6 +164,37 @@ def load_tile(x, ptr, r, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.const
 
 
 @triton.jit
+def open_rows(x, b, h, start, rows, ROWS: tl.constexpr, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+              TMA: tl.constexpr):  # fmt: skip
+    """Rows [start, start + rows) of batch b, head h, to be read a tile at a time: TMA descriptors, or a pointer.
+
+    What lies outside reads as 0 through a descriptor; through a pointer the reader masks it.
+    """
+    base = row_ptr(x, b, h, start)
+    if TMA:
+        rows = tl.maximum(rows, 1)
+        lo = tl.make_tensor_descriptor(base, [rows, DIM], [x.stride_s, 1], [ROWS, LO])
+        if HI == 0:
+            return (lo,)
+        else:
+            return (lo, tl.make_tensor_descriptor(base + LO, [rows, DIM - LO], [x.stride_s, 1], [ROWS, HI]))
+    else:
+        return (base,)
+
+
+@triton.jit
+def read_tile(x, source, first, r, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, TMA: tl.constexpr):
+    """The tile of rows first + r of an opened tensor, as chunks."""
+    if TMA:
+        if HI == 0:
+            return (source[0].load([first, 0]),)  # [R, LO]
+        else:
+            return (source[0].load([first, 0]), source[1].load([first, 0]))  # [R, LO], [R, HI]
+    else:
+        return load_tile(x, source[0] + tl.cast(first, tl.int64) * x.stride_s, r, live, DIM, LO, HI)
+
+
+@triton.jit
 def store_tile(x, ptr, r, live, tile, DIM: tl.constexpr, LO: tl.constexpr):
     """Store chunks into the live rows r from ptr, cast to the tensor's dtype."""
     at = ptr + r * x.stride_s

@@ -30,6 +30,16 @@ TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
 SMALLEST = Config(16, 16, 4, 1)
 
 
+def programs(problem: Problem, stage: Config, owner: str) -> int:
+    """Programs of a kernel that owns query tiles ("q") or key tiles ("k"), at least one a segment to zero gaps."""
+    rows, block, heads = (
+        (problem.max_seqlen_q, stage.block_m, problem.nheads_q)
+        if owner == "q"
+        else (problem.max_seqlen_k, stage.block_n, problem.nheads_kv)
+    )
+    return max(1, -(-rows // block)) * heads * problem.batch
+
+
 def executed_dims(problem: Problem) -> tuple[int, int]:
     """The head dims the kernels multiply: the sum of the chunks."""
     return sum(split_dim(problem.head_dim_qk)), sum(split_dim(problem.head_dim_v))
@@ -53,7 +63,7 @@ def stage_config(problem: Problem, target: Target, stage: str) -> Config:
     """The table's row for this problem, or the smallest tile where no row is feasible."""
     family = "fp32" if problem.dtype == "fp32" else "gfx942" if target.vendor == "amd" else "sm_90"
     if target.arch == "cpu":
-        return Config(32, 32, 4, 1)
+        return Config(32, 32, 4, 1, (("tma", True),))
     width = sum(executed_dims(problem))
     rows = [config for limit, config in TABLE[family][stage] if width <= limit]
     return next((c for c in rows if feasible(problem, c, target, stage)), SMALLEST)

@@ -13,6 +13,8 @@ from .chunks_device import (
     keys_seen,
     load_tile,
     locate,
+    open_rows,
+    read_tile,
     row_ptr,
     scaled,
     segment,
@@ -24,9 +26,10 @@ from .chunks_device import (
 
 
 @triton.jit
-def sweep_keys(state, q_tile, k, v, i, bounds, b, h_kv, start_k, shift, window, scale, softcap, BLOCK_N: tl.constexpr,
-               MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
-               HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, bounds, shift, window, scale, softcap, BLOCK_N: tl.constexpr,
+               TMA: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
+               QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
+               PRECISION: tl.constexpr):  # fmt: skip
     """Fold the key tiles of [j_first, j_last) into (acc, m, l); m is a running maximum in log2 units."""
     acc, m, l = state
     j_first, j_last, j_end = bounds
@@ -34,7 +37,7 @@ def sweep_keys(state, q_tile, k, v, i, bounds, b, h_kv, start_k, shift, window, 
     for j0 in range(j_first, j_last, BLOCK_N):
         j = j0 + r  # [N]
         live = (j < j_end) if MASKED else None
-        k_tile = load_tile(k, row_ptr(k, b, h_kv, start_k + j0), r, live, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
+        k_tile = read_tile(k, k_rows, j0, r, live, HEAD_DIM_QK, QK_LO, QK_HI, TMA)  # [N, DQK]
         s, _ = capped(dot_nt(q_tile, k_tile, PRECISION), scale, softcap)  # [M, N]
         if MASKED:
             s = tl.where(visible(live[None, :], i[:, None], j[None, :], shift, window), s, float("-inf"))
@@ -43,7 +46,7 @@ def sweep_keys(state, q_tile, k, v, i, bounds, b, h_kv, start_k, shift, window, 
         p = tl.exp2(s - base[:, None])  # [M, N]
         carry = tl.exp2(m - base)
         l = l * carry + tl.sum(p, 1)
-        v_tile = load_tile(v, row_ptr(v, b, h_kv, start_k + j0), r, live, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
+        v_tile = read_tile(v, v_rows, j0, r, live, HEAD_DIM_V, V_LO, V_HI, TMA)  # [N, DV]
         acc = dot_add(scaled(acc, carry[:, None]), p.to(v_tile[0].dtype), v_tile, PRECISION)  # [M, DV]
         m = m_new
     return acc, m, l
@@ -54,7 +57,7 @@ def forward_kernel(q, k, v, sink, out, lse, seqs_q, seqs_k, window, scale, softc
                    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
                    HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-                   TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                   TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """out = softmax(s) v and lse = log sum exp(s), the sink's logit counted in the sum.
 
     Grid: cdiv(max_seqlen_q, BLOCK_M) * nheads_q * batch. Writes every row of out and lse: a row that sees no key has
@@ -79,19 +82,20 @@ def forward_kernel(q, k, v, sink, out, lse, seqs_q, seqs_k, window, scale, softc
     lo, hi, full_lo, full_hi = keys_seen(i0, tl.minimum(i0 + BLOCK_M, seqlen_q), seqlen_k, shift, window)
     head = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), BLOCK_N) * BLOCK_N, hi)
     tail = head + tl.maximum(full_hi - head, 0) // BLOCK_N * BLOCK_N
-    h_kv = h // GROUP
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if sink is not None:
         m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink + h).to(tl.float32) * LOG2E
         l += 1.0
     state = (zero_tile(BLOCK_M, V_LO, V_HI), m, l)
-    state = sweep_keys(state, q_tile, k, v, i, (lo, head, hi), b, h_kv, start_k, shift, window, scale, softcap, BLOCK_N,
-                       True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
-    state = sweep_keys(state, q_tile, k, v, i, (head, tail, hi), b, h_kv, start_k, shift, window, scale, softcap,
-                       BLOCK_N, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
-    state = sweep_keys(state, q_tile, k, v, i, (tail, hi, hi), b, h_kv, start_k, shift, window, scale, softcap, BLOCK_N,
-                       True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+    k_rows = open_rows(k, b, h // GROUP, start_k, hi, BLOCK_N, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
+    v_rows = open_rows(v, b, h // GROUP, start_k, hi, BLOCK_N, HEAD_DIM_V, V_LO, V_HI, TMA)
+    state = sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, (lo, head, hi), shift, window, scale, softcap, BLOCK_N,
+                       TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+    state = sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, (head, tail, hi), shift, window, scale, softcap, BLOCK_N,
+                       TMA, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+    state = sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, (tail, hi, hi), shift, window, scale, softcap, BLOCK_N,
+                       TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
     acc, m, l = state
     empty = l == 0.0  # NaN inputs are not empty: they stay NaN
     l = tl.where(empty, 1.0, l)

@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.runtime import _allocation
 
 from ...cost import split_dim
 from ...env import settings
 from ...layout import AXES, View, lse_axes, view
 from ...problem import Problem
+from .. import alloc
 from ..spec import Config, Tensors
 from .backward_device import dkdv_kernel, dq_kernel
 from .chunks_device import Blocks, Seqs, Window
+from .configs import programs
 from .forward_device import forward_kernel
 from .preprocess_device import delta_kernel, round_dq_kernel
 
@@ -27,7 +30,7 @@ if settings().triton_interpret:
 
     interpreter.install()
 
-DELTA_ROWS = 64
+ROWS = Config(block_m=64)
 
 
 class Launch(NamedTuple):
@@ -42,12 +45,12 @@ class Launch(NamedTuple):
 
 def forward(problem: Problem, config: Config, tensors: Tensors) -> None:
     """Fill out and lse."""
-    _run(forward_launches(problem, config, tensors), tensors["q"])
+    _run(forward_launches(problem, config, tensors), tensors["q"], None)
 
 
 def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
     """Fill dq, dk, dv (and dsink)."""
-    _run(backward_launches(problem, config, tensors, scratch), tensors["q"])
+    _run(backward_launches(problem, config, tensors, scratch), tensors["q"], scratch.get("descriptors"))
     if problem.has_sink:
         torch.sum(scratch["dsink_rows"].flatten(1), -1, out=tensors["dsink"])
 
@@ -55,9 +58,10 @@ def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensor
 def forward_launches(problem: Problem, config: Config, tensors: Tensors) -> Iterator[Launch]:
     """The forward kernel."""
     stage = config.switch("forward")
-    programs, blocks = _stage_grid(problem, stage, "q")
+    count, blocks = _grid(problem, stage, "q")
     args = (*_views(problem, tensors, "q k v"), tensors["sink"], *_views(problem, tensors, "out lse"))
-    yield Launch("forward", forward_kernel, programs, (*args, *_math(problem, tensors), blocks), _meta(problem, stage))
+    args = (*args, *_math(problem, tensors), blocks)
+    yield Launch("forward", forward_kernel, count, args, _meta(problem, stage, tensors))
 
 
 def backward_launches(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> Iterator[Launch]:
@@ -66,39 +70,40 @@ def backward_launches(problem: Problem, config: Config, tensors: Tensors, scratc
     inputs = (*_views(problem, tensors, "q k v dout lse"), view(scratch["delta"], lse_axes(problem)))
     dq_acc = view(scratch["dq_acc"], "hsd" if problem.is_packed else "hbsd") if "dq_acc" in scratch else None
     stage = config.switch("dkdv")
-    programs, blocks = _stage_grid(problem, stage, "k")
+    count, blocks = _grid(problem, stage, "k")
     args = (*inputs, dq_acc, *_views(problem, tensors, "dk dv"), *_math(problem, tensors), blocks)
-    yield Launch("dkdv", dkdv_kernel, programs, args, _meta(problem, stage))
+    yield Launch("dkdv", dkdv_kernel, count, args, _meta(problem, stage, tensors))
     if dq_acc is not None:
         yield _round_dq(problem, tensors, dq_acc)
         return
     stage = config.switch("dq")
-    programs, blocks = _stage_grid(problem, stage, "q")
+    count, blocks = _grid(problem, stage, "q")
     args = (*inputs, *_views(problem, tensors, "dq"), *_math(problem, tensors), blocks)
-    yield Launch("dq", dq_kernel, programs, args, _meta(problem, stage))
+    yield Launch("dq", dq_kernel, count, args, _meta(problem, stage, tensors))
 
 
 def _delta(problem: Problem, tensors: Tensors, scratch: Tensors) -> Launch:
     rows = scratch.get("dsink_rows")
-    programs, blocks = _grid(problem.max_seqlen_q, DELTA_ROWS, problem.nheads_q, problem.batch)
+    count, blocks = _grid(problem, ROWS, "q")
     lo, hi = split_dim(problem.head_dim_v)
     args = (
         *_views(problem, tensors, "out dout lse dlse delta"), tensors["sink"],
         view(scratch["delta"], lse_axes(problem)),
         None if rows is None else view(rows, "hs" if problem.is_packed else "hbs"), *_mask(problem, tensors), blocks,
     )  # fmt: skip
-    meta = {"BLOCK_M": DELTA_ROWS, "HEAD_DIM_V": problem.head_dim_v, "V_LO": lo, "V_HI": hi}
+    meta = {"BLOCK_M": ROWS.block_m, "HEAD_DIM_V": problem.head_dim_v, "V_LO": lo, "V_HI": hi}
     meta["TOP_LEFT"] = _top_left(problem)
-    return Launch("delta", delta_kernel, programs, args, meta)
+    return Launch("delta", delta_kernel, count, args, meta)
 
 
 def _round_dq(problem: Problem, tensors: Tensors, dq_acc: View) -> Launch:
     rows, batch = (problem.total_q, 1) if problem.is_packed else (problem.max_seqlen_q, problem.batch)
-    programs, blocks = _grid(rows, DELTA_ROWS, problem.nheads_q, batch)
+    count = max(1, -(-rows // ROWS.block_m)) * problem.nheads_q * batch
+    blocks = Blocks(problem.nheads_q, batch, max(1, problem.nheads_q * batch))
     lo, hi = split_dim(problem.head_dim_qk)
-    meta = {"BLOCK_M": DELTA_ROWS, "HEAD_DIM_QK": problem.head_dim_qk, "QK_LO": lo, "QK_HI": hi}
+    meta = {"BLOCK_M": ROWS.block_m, "HEAD_DIM_QK": problem.head_dim_qk, "QK_LO": lo, "QK_HI": hi}
     args = (dq_acc, *_views(problem, tensors, "dq"), rows, problem.scale, blocks)
-    return Launch("round_dq", round_dq_kernel, programs, args, meta)
+    return Launch("round_dq", round_dq_kernel, count, args, meta)
 
 
 def _views(problem: Problem, tensors: Tensors, names: str) -> list[View | None]:
@@ -122,41 +127,56 @@ def _math(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
     return *_mask(problem, tensors), problem.scale, problem.softcap or None
 
 
-def _grid(rows: int, block: int, nheads: int, batch: int, columns: int = 0) -> tuple[int, Blocks]:
-    """Programs of a one-dimensional grid (y and z end at 65535), at least one a segment so that gaps are zeroed.
-
-    `columns` heads run together (see Blocks); 0 is all of them.
-    """
-    return max(1, triton.cdiv(rows, block)) * nheads * batch, Blocks(nheads, batch, columns or max(1, nheads * batch))
-
-
-def _stage_grid(problem: Problem, stage: Config, owner: str) -> tuple[int, Blocks]:
-    """The grid of a kernel whose programs own query tiles ("q") or key tiles ("k")."""
-    if owner == "q":
-        rows, block, nheads = problem.max_seqlen_q, stage.block_m, problem.nheads_q
-    else:
-        rows, block, nheads = problem.max_seqlen_k, stage.block_n, problem.nheads_kv
-    return _grid(rows, block, nheads, problem.batch, stage.switch("columns", 0))
+def _grid(problem: Problem, stage: Config, owner: str) -> tuple[int, Blocks]:
+    """A one-dimensional grid (y and z end at 65535); `columns` heads run together (see Blocks), 0 is all of them."""
+    heads = problem.nheads_q if owner == "q" else problem.nheads_kv
+    columns = stage.switch("columns", 0) or max(1, heads * problem.batch)
+    return programs(problem, stage, owner), Blocks(heads, problem.batch, columns)
 
 
 def _top_left(problem: Problem) -> bool:
     return problem.band.align == "top_left"
 
 
-def _meta(problem: Problem, stage: Config) -> dict[str, Any]:
+def _meta(problem: Problem, stage: Config, tensors: Tensors) -> dict[str, Any]:
     qk, v = split_dim(problem.head_dim_qk), split_dim(problem.head_dim_v)
     return {
         "GROUP": problem.group, "BLOCK_M": stage.block_m, "BLOCK_N": stage.block_n,
         "HEAD_DIM_QK": problem.head_dim_qk, "QK_LO": qk[0], "QK_HI": qk[1],
         "HEAD_DIM_V": problem.head_dim_v, "V_LO": v[0], "V_HI": v[1],
         "TOP_LEFT": _top_left(problem), "PRECISION": "ieee",
+        "TMA": bool(stage.switch("tma")) and _tma_can_read(tensors),
         "num_warps": stage.num_warps, "num_stages": stage.num_stages,
     }  # fmt: skip
 
 
-def _run(launches: Iterator[Launch], tensor: torch.Tensor) -> None:
-    """Triton launches on the current device and stream: make the device the tensors'."""
+def _tma_can_read(tensors: Tensors) -> bool:
+    """TMA wants base addresses and strides in multiples of 16 bytes; tensors that are not are read by pointers."""
+    inputs = [tensors[n] for n in ("q", "k", "v", "dout") if tensors.get(n) is not None]
+    return all(
+        (x.data_ptr() % 16 == 0) and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1]) for x in inputs
+    )
+
+
+def _run(launches: Iterator[Launch], tensor: torch.Tensor, descriptors: torch.Tensor | None) -> None:
+    """Triton launches on the current device and stream: make the device the tensors'.
+
+    A kernel that builds TMA descriptors asks for memory at launch: it gets the plan's buffer, or new memory.
+    """
+
+    def memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        if descriptors is None:
+            return alloc.output((size,), torch.uint8, tensor.device)
+        if size > descriptors.numel() * descriptors.element_size():
+            raise RuntimeError(f"descriptors need {size} bytes, the plan gave {descriptors.numel() * 4}")
+        return descriptors
+
+    before = _allocation._allocator.get()
     with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
-        for launch in launches:
-            if launch.programs:
-                launch.kernel[(launch.programs,)](*launch.args, **launch.meta)
+        triton.set_allocator(memory)
+        try:
+            for launch in launches:
+                if launch.programs:
+                    launch.kernel[(launch.programs,)](*launch.args, **launch.meta)
+        finally:
+            triton.set_allocator(before)
