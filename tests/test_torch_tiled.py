@@ -16,7 +16,7 @@ from undertow.problem import Band, Problem
 from undertow.reference import attention, to_ht, to_thd
 from undertow.target import TARGETS
 
-CPU = TARGETS["cpu"]
+CPU, H100 = TARGETS["cpu"], TARGETS["sm_90"]
 CAUSAL = Band(None, 0)
 INPUTS = ("q", "k", "v", "dout")
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-3, "fp16": 4e-4}  # relative Frobenius; 16 bits: one rounding at the store
@@ -152,9 +152,9 @@ BANDS = {
 TILES = [(16, 32), (7, 5), (64, 128)]
 
 
-def small_tiles(block_m, block_n, heads=1):
+def small_tiles(block_m, block_n, heads=1, workers=1):
     return replace(KERNEL.config(Problem.dense(1, 1, 1, **SMALL), CPU, "backward"), block_m=block_m, block_n=block_n,
-                   switches=(("heads", heads),))  # fmt: skip
+                   switches=(("heads", heads), ("workers", workers)))  # fmt: skip
 
 
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS.keys())
@@ -202,6 +202,50 @@ def test_default_tiles_span_several_tiles():
     fields = SMALL | {"nheads_kv": 4}
     check(Problem.dense(1, 600, 1100, band=Band(700, 3), **fields))
     check(Problem.dense(1, 3, 1500, **SMALL))
+
+
+FIELDS = SMALL | {"softcap": 3.0, "has_sink": True, "has_dlse": True}
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_threads_share_the_steps(workers):
+    threads = torch.get_num_threads()
+    for problem in (Problem.packed((33, 0, 1, 20), (33, 7, 1, 50), band=Band(9, 0), **FIELDS),
+                    Problem.dense(2, 40, 17, band=CAUSAL, **FIELDS)):  # fmt: skip
+        check(problem, gap=2, config=small_tiles(16, 16, 1, workers))
+    assert torch.get_num_threads() == threads
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    problem = Problem.packed((130, 70, 9), band=CAUSAL, **(FIELDS | {"dtype": "bf16"}))
+    runs = [check(problem, config=small_tiles(32, 64, 1, workers))[1] for workers in (1, 2, 4)]
+    for name in ("out", "lse", "dq", "dk", "dv", "dsink"):
+        assert all(torch.equal(runs[0][name], run[name]) for run in runs[1:])
+
+
+def test_threads_write_inference_tensors_and_pass_errors_on():
+    config = small_tiles(16, 16, 1, 2)
+    with torch.inference_mode():
+        check(Problem.dense(1, 40, 40, band=CAUSAL, **SMALL), config=config)
+    problem, tensors = make(Problem.dense(1, 40, 40, **SMALL))
+    with pytest.raises(RuntimeError):
+        run_forward(problem, tensors | {"v": tensors["v"][..., :8]}, config)
+    assert torch.get_num_threads() == 1
+
+
+def test_threads_where_the_work_fills_them():
+    two = replace(CPU, num_cus=2)
+    large = {"head_dim_qk": 128, "head_dim_v": 128, "dtype": "fp32"}
+
+    def chosen(problem, target=two):
+        config = KERNEL.config(problem, target, "backward")
+        return config.switch("workers"), config.switch("heads")
+
+    assert chosen(Problem.dense(1, 2048, 2048, nheads_q=4, nheads_kv=4, **large)) == (2, 1)
+    assert chosen(Problem.dense(1, 4096, 4096, nheads_q=1, nheads_kv=1, **large)) == (1, 1)  # one pair, two threads
+    assert chosen(Problem.dense(1, 2048, 2048, nheads_q=3, nheads_kv=3, **large))[0] == 2  # 3 of 4 turns filled
+    assert chosen(Problem.dense(1, 128, 128, nheads_q=4, nheads_kv=4, **large))[0] == 1  # too little work
+    assert chosen(Problem.dense(1, 2048, 2048, nheads_q=4, nheads_kv=4, **large), H100)[0] == 1
 
 
 @pytest.mark.parametrize("has_dlse", [False, True])

@@ -13,9 +13,9 @@ from .env import settings
 class Target:
     """What a kernel may assume of the hardware.
 
-    `lds_bytes` is the shared memory (LDS) one workgroup may use, `num_cus` the streaming multiprocessors or compute
-    units, `num_queues` the static queues blocks are dealt to (AMD XCDs; 1 pool elsewhere). `interpreter` is set when
-    Triton interprets its kernels on this CPU.
+    `lds_bytes` is the shared memory (LDS) one workgroup may use, `num_cus` the streaming multiprocessors, compute
+    units or CPU threads, `num_queues` the static queues blocks are dealt to (AMD XCDs; 1 pool elsewhere).
+    `interpreter` is set when Triton interprets its kernels on this CPU.
     """
 
     arch: str
@@ -52,7 +52,8 @@ def detect(device: Any = None) -> Target:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(device)
     if device.type == "cpu" or device.type == "meta":
-        return replace(TARGETS["cpu"], interpreter=settings().triton_interpret)
+        threads = torch.get_num_threads()
+        return replace(TARGETS["cpu"], num_cus=threads, interpreter=settings().triton_interpret)
     if device.type != "cuda":
         raise NotImplementedError(f"device is {device.type!r}, wanted cuda (NVIDIA or ROCm) or cpu")
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)

@@ -19,27 +19,22 @@ ROWS = ("q_rows", "do_rows", "dq_acc", "lse_rows", "delta_rows")
 DELTA_ELEMENTS = 1 << 18  # of dO * O at once: a temporary of 1 MiB
 
 
-def delta(problem: Problem, tensors: Tensors, scratch: Tensors, found: list[Segment]) -> None:
-    """D = rowsum(dO * O) - dLSE for every row of every segment, in LSE's layout; a given delta replaces the first term.
+def delta(step: Step) -> None:
+    """D = rowsum(dO * O) - dLSE of a step's rows, in LSE's layout; a given delta replaces the first term.
 
-    Writes: scratch delta, fp32, 0 outside the segments. A row that sees no key has D = -dLSE, whatever O holds.
+    Writes: the rows of scratch delta, fp32. A row that sees no key has D = -dLSE, whatever O holds.
     """
-    scratch["delta"].zero_()
-    sources = ("dout", "out") if tensors.get("delta") is None else ("delta",)
-    optional = () if tensors.get("dlse") is None else ("dlse",)
-    for segment in found:
-        views = of_segment(problem, tensors, sources + optional, segment)
-        (d,) = of_segment(problem, scratch, ("delta",), segment).values()
-        lo, hi = live_rows(problem, *lengths(segment))
-        if "delta" in views:
-            d[:, lo:hi].copy_(views["delta"][:, lo:hi])
-        else:
-            step = max(1, DELTA_ELEMENTS // (problem.nheads_q * problem.head_dim_v))
-            for i in range(lo, hi, step):
-                rows = slice(i, min(i + step, hi))
-                d[:, rows].copy_((views["dout"][:, rows].float() * views["out"][:, rows]).sum(-1))
-        if optional:
-            d.sub_(views["dlse"])
+    d, (lo, hi) = step["D"], live_rows(step.problem, *step.seqlens)
+    d.zero_()
+    if "delta" in step:
+        d[:, lo:hi].copy_(step["delta"][:, lo:hi])
+    else:
+        length = max(1, DELTA_ELEMENTS // (d.shape[0] * d.shape[2] * step.problem.head_dim_v))
+        for i in range(lo, hi, length):
+            rows = slice(i, min(i + length, hi))
+            d[:, rows].copy_((step["dout"][:, rows].float() * step["out"][:, rows]).sum(-1))
+    if "dlse" in step:
+        d.sub_(step["dlse"])
 
 
 def dsink(problem: Problem, tensors: Tensors, scratch: Tensors, found: list[Segment]) -> None:
@@ -98,7 +93,7 @@ def _tile(step: Step, rows: tuple[int, int], keys: tuple[int, int], key_side: tu
     k, v, dk, dv = key_side
     folded = (step.buffer(name)[:, slice(*rows)].flatten(1, 2) for name in ROWS)
     q, do, dq, lse, d = folded  # [kv head, row * group(, dim)]
-    s, dp = (tile(step.scratch[name], (q.shape[0], q.shape[1], k.shape[1])) for name in ("s", "dp"))
+    s, dp = (tile(step, name, q.shape[1], k.shape[1]) for name in ("s", "dp"))
     # 1 S = Q K^T - LSE, in base 2
     slope = None
     if step.problem.softcap:

@@ -12,8 +12,9 @@ from .views import Step, live_rows
 LOWEST = torch.finfo(torch.float32).min
 
 
-def attend(step: Step, sink: Tensor | None) -> None:
+def attend(step: Step) -> None:
     """out and lse of one segment and a run of kv heads. Writes: their rows, all of them."""
+    sink = step.call.tensors.get("sink")
     if sink is not None:
         sink = sink.float().view(step.problem.nheads_kv, 1, step.problem.group)[step.heads]
     lo, hi = live_rows(step.problem, *step.seqlens)
@@ -50,7 +51,7 @@ def _tile(step: Step, rows: tuple[int, int], keys: tuple[int, int], state: tuple
     q, acc, top, total = state
     k, v = (step.buffer(name)[:, slice(*keys)] for name in ("k_rows", "v_rows"))
     # 1 S = Q K^T, in base 2
-    s = torch.bmm(q, k.mT, out=tile(step.scratch["s"], (q.shape[0], q.shape[1], k.shape[1])))
+    s = torch.bmm(q, k.mT, out=tile(step, "s", q.shape[1], k.shape[1]))
     if step.problem.softcap:
         s.tanh_().mul_(step.problem.softcap * LOG2E)
     hide(step, s, rows, keys)

@@ -1,4 +1,4 @@
-"""Entry points of the tiled kernel: cut the call into segments and runs of kv heads, and run the stages in order."""
+"""Entry points of the tiled kernel: cut the call into segments and runs of kv heads, and run the stages on each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from ..spec import Config, Tensors
 from .backward import delta, dsink, gradients
 from .forward import attend
 from .plan import forward_workspace
+from .threads import share
 from .tiles import band_bias, true_fp32
-from .views import Call, fill_gaps, segments, steps
+from .views import Call, Step, fill_gaps, segments, steps
 
 
 def forward(problem: Problem, config: Config, tensors: Tensors) -> None:
@@ -23,8 +24,7 @@ def forward(problem: Problem, config: Config, tensors: Tensors) -> None:
         fill_gaps(problem, tensors, ("out", "lse"), found)
         scratch = allocate(forward_workspace(problem, config), device)
         call = Call(problem, config, tensors, scratch, band_bias(problem.band, device))
-        for step in steps(call, ("q", "k", "v", "out", "lse"), found):
-            attend(step, tensors.get("sink"))
+        share(attend, steps(call, ("q", "k", "v", "out", "lse"), found), config.switch("workers"))
 
 
 def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
@@ -34,12 +34,17 @@ def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensor
     additions: two runs with the same number of threads agree bit for bit.
     """
     device = tensors["q"].device
+    names = ("q", "k", "v", "dout", "lse", "D", "dq", "dk", "dv", "out" if tensors.get("delta") is None else "delta")
+    names += () if tensors.get("dlse") is None else ("dlse",)
     with true_fp32(device.type):
         found = segments(problem, tensors)
         fill_gaps(problem, tensors, ("dq", "dk", "dv"), found)
-        delta(problem, tensors, scratch, found)
+        call = Call(problem, config, {**tensors, "D": scratch["delta"]}, scratch, band_bias(problem.band, device))
+        share(_backward_step, steps(call, names, found), config.switch("workers"))
         if tensors.get("sink") is not None:
             dsink(problem, tensors, scratch, found)
-        call = Call(problem, config, {**tensors, "D": scratch["delta"]}, scratch, band_bias(problem.band, device))
-        for step in steps(call, ("q", "k", "v", "dout", "lse", "D", "dq", "dk", "dv"), found):
-            gradients(step)
+
+
+def _backward_step(step: Step) -> None:
+    delta(step)
+    gradients(step)

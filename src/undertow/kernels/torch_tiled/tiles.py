@@ -42,10 +42,10 @@ def query_gain(problem: Problem) -> float:
     return problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2E
 
 
-def tile(memory: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """The head of a scratch buffer as a contiguous tile."""
-    heads, rows, keys = shape
-    return memory.view(-1)[: heads * rows * keys].view(shape)
+def tile(step: Step, name: str, rows: int, keys: int) -> Tensor:
+    """The head of a scratch buffer as a contiguous tile [kv head, row * group, key]."""
+    memory = step.buffer(name)
+    return memory.view(-1)[: memory.shape[0] * rows * keys].view(memory.shape[0], rows, keys)
 
 
 def band_bias(band: Band, device: torch.device) -> Callable[[int, int, int], Tensor]:
@@ -78,4 +78,4 @@ def hide(step: Step, s: Tensor, rows: tuple[int, int], keys: tuple[int, int]) ->
         return
     m, n = rows[1] - rows[0], keys[1] - keys[0]
     s = s.view(s.shape[0], m, -1, n)
-    torch.minimum(s, step.bias(m, n, rows[0] + shift(*step.seqlens, band) - keys[0]), out=s)
+    torch.minimum(s, step.call.bias(m, n, rows[0] + shift(*step.seqlens, band) - keys[0]), out=s)

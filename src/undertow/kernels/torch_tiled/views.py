@@ -31,23 +31,39 @@ class Call:
     bias: Callable[[int, int, int], Tensor]
 
 
+@dataclass(frozen=True)
 class Step:
-    """One segment and one run of kv heads: what a stage works on, every tensor head-major."""
+    """One segment and one run of kv heads: what a stage works on, every tensor head-major.
 
-    def __init__(self, call: Call, seqlens: tuple[int, int], heads: slice, views: dict[str, Tensor]) -> None:
-        self.problem, self.config, self.scratch, self.bias = call.problem, call.config, call.scratch, call.bias
-        self.seqlens = seqlens
-        self.heads = heads
-        self.count = heads.stop - heads.start
-        self._views = views
+    `worker` is the thread that takes it, which has scratch of its own.
+    """
+
+    call: Call
+    seqlens: tuple[int, int]
+    heads: slice
+    views: dict[str, Tensor]
+    worker: int = 0
+
+    @property
+    def problem(self) -> Problem:
+        """The call's."""
+        return self.call.problem
+
+    @property
+    def config(self) -> Config:
+        """The call's."""
+        return self.call.config
 
     def __getitem__(self, name: str) -> Tensor:
         """A tensor of the call, cut to this step."""
-        return self._views[name][self.heads]
+        return self.views[name][self.heads]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.views
 
     def buffer(self, name: str, side: str = "") -> Tensor:
-        """A scratch buffer, cut to this step's heads and, given a side, to its length."""
-        x = self.scratch[name][: self.count]
+        """A scratch buffer of the worker's, cut to this step's heads and, given a side, to its length."""
+        x = self.call.scratch[name][self.worker, : self.heads.stop - self.heads.start]
         return x if side == "" else x[:, : self.seqlens["qk".index(side)]]
 
 
