@@ -39,7 +39,9 @@ class Bench:
         vgprs = max([vgprs, *(n + 1 for n in self.v)])
         agprs = max([agprs, *(n + 1 for n in self.a)])
         arena = Arena()
-        addresses = {n: arena.add(np.ascontiguousarray(x).view(np.uint8), n, x.itemsize) for n, x in self.buffers.items()}
+        addresses = {
+            n: arena.add(np.ascontiguousarray(x).view(np.uint8), n, x.itemsize) for n, x in self.buffers.items()
+        }
         arena.freeze()
         report = Collector(frozenset())
         program = Program(module, 0, self.target, max(vgprs, 1), agprs, self.lds, self.scratch, self.flush32, granule)
@@ -48,7 +50,11 @@ class Bench:
         state = machine.state
         for bank, values in ((state.v, self.v), (state.a, self.a)):
             for number, value in values.items():
-                bank[number] = np.asarray(value).view(np.uint32) if np.asarray(value).itemsize == 4 else np.asarray(value, np.uint32)
+                bank[number] = (
+                    np.asarray(value).view(np.uint32)
+                    if np.asarray(value).itemsize == 4
+                    else np.asarray(value, np.uint32)
+                )
         for number, value in self.s.items():
             state.s[:, number] = value & 0xFFFFFFFF
         for name, number in self.place.items():

@@ -18,8 +18,12 @@ def matmul_kernel(a, b, c, m_size, n_size, k_size, BLOCK_M: tl.constexpr, BLOCK_
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in range(0, k_size, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        a_tile = tl.load(a + m[:, None] * k_size + k[None, :], mask=(m[:, None] < m_size) & (k[None, :] < k_size), other=0.0)
-        b_tile = tl.load(b + k[:, None] * n_size + n[None, :], mask=(k[:, None] < k_size) & (n[None, :] < n_size), other=0.0)
+        a_tile = tl.load(
+            a + m[:, None] * k_size + k[None, :], mask=(m[:, None] < m_size) & (k[None, :] < k_size), other=0.0
+        )
+        b_tile = tl.load(
+            b + k[:, None] * n_size + n[None, :], mask=(k[:, None] < k_size) & (n[None, :] < n_size), other=0.0
+        )
         acc = tl.dot(a_tile, b_tile, acc)
     tl.store(c + m[:, None] * n_size + n[None, :], acc, mask=(m[:, None] < m_size) & (n[None, :] < n_size))
 

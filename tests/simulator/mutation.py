@@ -36,12 +36,16 @@ class Case:
 
 def make_case(lengths_q, lengths_k, target="gfx942"):
     """dk/dv kernel of a causal packed problem at 64/64 with two query heads a kv head."""
-    problem = Problem.packed(lengths_q, lengths_k, nheads_q=2, nheads_kv=1, head_dim_qk=64, head_dim_v=64, band=Band(None, 0))
+    problem = Problem.packed(
+        lengths_q, lengths_k, nheads_q=2, nheads_kv=1, head_dim_qk=64, head_dim_v=64, band=Band(None, 0)
+    )
     tensors = inputs.make(problem)
     cpu = torch.device("cpu")
     expected = shapes(problem)
     for name in ("out", "lse", "dq", "dk", "dv"):
-        tensors[name] = alloc.output(expected[name], torch.float32 if name == "lse" else torch.bfloat16, cpu, poison=True)
+        tensors[name] = alloc.output(
+            expected[name], torch.float32 if name == "lse" else torch.bfloat16, cpu, poison=True
+        )
     tensors["dsink"] = None
     config = family.config(problem, TARGETS[target], "backward")
     scratch = alloc.scratch(family.plan_workspace(problem, config), cpu)
@@ -53,13 +57,25 @@ def make_case(lengths_q, lengths_k, target="gfx942"):
     compiled = compile_kernel(launch.kernel, launch.args, target, launch.meta)
     written = {"dk": tensors["dk"], "dv": tensors["dv"], "dq_acc": scratch["dq_acc"]}
     before = {n: t.clone() for n, t in written.items()}
-    return Case(problem, tensors | {"dq_acc": scratch["dq_acc"]}, launch, compiled.values, compiled.text, compiled.lds_bytes, compiled.threads, before, backward["round_dq"])
+    return Case(
+        problem,
+        tensors | {"dq_acc": scratch["dq_acc"]},
+        launch,
+        compiled.values,
+        compiled.text,
+        compiled.lds_bytes,
+        compiled.threads,
+        before,
+        backward["round_dq"],
+    )
 
 
 def run_launch(launch, target):
     from undertow import simulator
 
-    report = simulator.triton(launch.kernel, (launch.programs,), launch.args, target, options=Options(checks=False), **launch.meta)
+    report = simulator.triton(
+        launch.kernel, (launch.programs,), launch.args, target, options=Options(checks=False), **launch.meta
+    )
     assert report.ok
 
 
@@ -67,7 +83,9 @@ def run(case, module, options):
     """(kinds of findings, right gradients, report) of one run of a module on a case."""
     for name, content in case.before.items():
         case.tensors[name].copy_(content)
-    report = simulate_module(module, None, (case.launch.programs,), case.threads, case.values, dynamic_lds=case.lds_bytes, options=options)
+    report = simulate_module(
+        module, None, (case.launch.programs,), case.threads, case.values, dynamic_lds=case.lds_bytes, options=options
+    )
     return report
 
 
@@ -81,7 +99,9 @@ def gradients_right(case, target="gfx942"):
 def nop(module, index):
     """The module with one instruction replaced by s_nop."""
     old = module.instructions[index]
-    return edited(module, index, replace(old, opcode="s_nop", encoding="", operands=(asm.Operand("int", value=0),), modifiers={}))
+    return edited(
+        module, index, replace(old, opcode="s_nop", encoding="", operands=(asm.Operand("int", value=0),), modifiers={})
+    )
 
 
 def edited(module, index, instruction):
@@ -94,7 +114,9 @@ def shifted_offset(module, index, by):
     """An LDS or memory instruction with its offset moved."""
     old = module.instructions[index]
     key = "offset0" if "offset0" in old.modifiers or "offset1" in old.modifiers else "offset"
-    return edited(module, index, replace(old, modifiers=old.modifiers | {key: str(int(old.modifiers.get(key, 0)) + by)}))
+    return edited(
+        module, index, replace(old, modifiers=old.modifiers | {key: str(int(old.modifiers.get(key, 0)) + by)})
+    )
 
 
 def swapped(module, index, first, second):

@@ -14,7 +14,18 @@ TOKEN = re.compile(
     r"|(?P<float>\d+\.\d+)(?P<fs>F?)|(?P<int>\d+)(?P<is>U?L*)|(?P<name>[A-Za-z_]\w*)|(?P<op><<|>>|<=|>=|==|!=|<>|&&|\|\||\*\*|\+=|-=|[-+*/&|^~!?:()\[\]{}.,=<>;]))"
 )
 TYPE = re.compile(r"(u|i|f|b|bf)(\d+)$")
-BINARY = [["||"], ["&&"], ["|"], ["^"], ["&"], ["==", "!=", "<>"], ["<", "<=", ">", ">="], ["<<", ">>"], ["+", "-"], ["*", "/"]]
+BINARY = [
+    ["||"],
+    ["&&"],
+    ["|"],
+    ["^"],
+    ["&"],
+    ["==", "!=", "<>"],
+    ["<", "<=", ">", ">="],
+    ["<<", ">>"],
+    ["+", "-"],
+    ["*", "/"],
+]
 
 
 class Unknown(Exception):
@@ -107,7 +118,11 @@ class Line:
             self.take()
             exponent = self.unary()
             width = base.width
-            return make(np.ldexp(FLOATS[64](1), int(exponent.number)) if float(base.number) == 2 else None, "f", 64) if width else base
+            return (
+                make(np.ldexp(FLOATS[64](1), int(exponent.number)) if float(base.number) == 2 else None, "f", 64)
+                if width
+                else base
+            )
         return base
 
     def unary(self):
@@ -202,7 +217,15 @@ def operate(op, a, b):
             pass
         x, y = (FLOATS[width](v.number) for v in (a, b))
         if op in ("==", "!=", "<>", "<", "<=", ">", ">="):
-            tests = {"==": x == y, "!=": x != y, "<>": x < y or x > y, "<": x < y, "<=": x <= y, ">": x > y, ">=": x >= y}
+            tests = {
+                "==": x == y,
+                "!=": x != y,
+                "<>": x < y or x > y,
+                "<": x < y,
+                "<=": x <= y,
+                ">": x > y,
+                ">=": x >= y,
+            }
             return boolean(tests[op])
         with np.errstate(all="ignore"):
             return make({"+": x + y, "-": x - y, "*": x * y, "/": x / y}[op], "f", width)
@@ -214,8 +237,19 @@ def operate(op, a, b):
         kind = "u"
         x, y = (v if v >= 0 else v + (1 << width) for v in (x, y))
     if op in ("==", "!=", "<>", "<", "<=", ">", ">="):
-        return boolean({"==": x == y, "!=": x != y, "<>": x != y, "<": x < y, "<=": x <= y, ">": x > y, ">=": x >= y}[op])
-    functions = {"+": lambda: x + y, "-": lambda: x - y, "*": lambda: x * y, "&": lambda: x & y, "|": lambda: x | y, "^": lambda: x ^ y, "<<": lambda: x << y, ">>": lambda: x >> y}
+        return boolean(
+            {"==": x == y, "!=": x != y, "<>": x != y, "<": x < y, "<=": x <= y, ">": x > y, ">=": x >= y}[op]
+        )
+    functions = {
+        "+": lambda: x + y,
+        "-": lambda: x - y,
+        "*": lambda: x * y,
+        "&": lambda: x & y,
+        "|": lambda: x | y,
+        "^": lambda: x ^ y,
+        "<<": lambda: x << y,
+        ">>": lambda: x >> y,
+    }
     if op not in functions:
         raise Unknown(op)
     return make(functions[op](), kind, width)
@@ -241,7 +275,16 @@ def call(name, a):
             if width == 64:
                 return make(np.longdouble(x) * a[1].number + a[2].number, "f", 64)
             return make(FLOATS[width](np.float64(x) * np.float64(a[1].number) + np.float64(a[2].number)), "f", width)
-        floats = {"floor": np.floor, "trunc": np.trunc, "sqrt": np.sqrt, "log2": np.log2, "abs": np.abs, "fract": lambda v: v - np.floor(v), "sin": np.sin, "cos": np.cos}
+        floats = {
+            "floor": np.floor,
+            "trunc": np.trunc,
+            "sqrt": np.sqrt,
+            "log2": np.log2,
+            "abs": np.abs,
+            "fract": lambda v: v - np.floor(v),
+            "sin": np.sin,
+            "cos": np.cos,
+        }
         if name in floats and a[0].kind == "f":
             return make(floats[name](x), "f", width)
         if name == "pow" and float(x) == 2:
@@ -298,14 +341,20 @@ def number_to(value, kind, width):
         up = low > 0x8000 or low == 0x8000 and bits >> 16 & 1
         return Value((bits >> 16) + up & 0xFFFF, 16, "bf")
     low, high = (0, (1 << width) - 1) if kind == "u" else (-(1 << (width - 1)), (1 << (width - 1)) - 1)
-    return make(0 if np.isnan(x) else min(max(int(np.trunc(x)) if np.isfinite(x) else (high if x > 0 else low), low), high), kind, width)
+    return make(
+        0 if np.isnan(x) else min(max(int(np.trunc(x)) if np.isfinite(x) else (high if x > 0 else low), low), high),
+        kind,
+        width,
+    )
 
 
 class Lane:
     """Runs a program for one lane. `names` holds S0, S1, S2, D0, SCC, VCC, laneId ... as Values."""
 
     def __init__(self, names):
-        self.names = {"PI": make(np.pi, "f", 64), "INF": make(np.inf, "f", 64), "NAN": make(np.nan, "f", 64)} | dict(names)
+        self.names = {"PI": make(np.pi, "f", 64), "INF": make(np.inf, "f", 64), "NAN": make(np.nan, "f", 64)} | dict(
+            names
+        )
 
     def read(self, name):
         if name not in self.names:
@@ -397,7 +446,11 @@ class Lane:
         if kinds:
             kind, width = kinds[-1][0], int(kinds[-1][1])
             if kind == "f" and value.kind != "f" or kind != "f" and value.kind == "f":
-                value = value.cast(kind, width) if value.kind != "i" and value.kind != "f" else make(value.number, kind, width)
+                value = (
+                    value.cast(kind, width)
+                    if value.kind != "i" and value.kind != "f"
+                    else make(value.number, kind, width)
+                )
             elif kind == "f":
                 value = make(value.number, kind, width)
             else:

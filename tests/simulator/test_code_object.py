@@ -31,10 +31,24 @@ def examples(target):
 
 def meaning(x):
     """What an instruction says, whatever way its numbers are written."""
-    operands = [(o.kind, o.index, o.count, o.negate, o.absolute, o.sign_extend) if o.is_register else (o.kind, int(o.value) & 0xFFFFFFFF if o.kind == "int" else o.kind) for o in x.operands]
-    modifiers = {k: "0" if k == "bound_ctrl" else str(int(str(v), 0)) if str(v).lstrip("-").isalnum() and str(v)[0].isdigit() else v for k, v in x.modifiers.items()}
+    operands = [
+        (o.kind, o.index, o.count, o.negate, o.absolute, o.sign_extend)
+        if o.is_register
+        else (o.kind, int(o.value) & 0xFFFFFFFF if o.kind == "int" else o.kind)
+        for o in x.operands
+    ]
+    modifiers = {
+        k: "0"
+        if k == "bound_ctrl"
+        else str(int(str(v), 0))
+        if str(v).lstrip("-").isalnum() and str(v)[0].isdigit()
+        else v
+        for k, v in x.modifiers.items()
+    }
     if x.opcode == "s_waitcnt":
-        modifiers = {k: v for k, v in modifiers.items() if (k, v) not in (("vmcnt", "63"), ("expcnt", "7"), ("lgkmcnt", "15"))}
+        modifiers = {
+            k: v for k, v in modifiers.items() if (k, v) not in (("vmcnt", "63"), ("expcnt", "7"), ("lgkmcnt", "15"))
+        }
     return x.opcode, operands, modifiers
 
 
@@ -68,9 +82,14 @@ def test_run_from_a_file(tmp_path):
 
 
 def test_run_from_text_by_name_and_by_order():
-    text = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx950")["amdgcn"]
+    text = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx950")[
+        "amdgcn"
+    ]
     x, y = torch.randn(300), torch.randn(300)
-    for args in ((x, y, torch.zeros(300), 300, None, None), {"x": x, "y": y, "out": torch.zeros(300), "n": np.int32(300), "s0": None, "s1": None}):
+    for args in (
+        (x, y, torch.zeros(300), 300, None, None),
+        {"x": x, "y": y, "out": torch.zeros(300), "n": np.int32(300), "s0": None, "s1": None},
+    ):
         report = simulate.isa(text, None, (2, 1, 1), (256,), args)
         assert report.ok and report.target == "gfx950"
         out = args["out"] if isinstance(args, dict) else args[2]
@@ -80,24 +99,33 @@ def test_run_from_text_by_name_and_by_order():
 @pytest.mark.parametrize(
     "args, message",
     (
-        ((1, 2), "2 values for the 6 arguments"), ((1.5, None, None, 1, None, None), "a CPU tensor or array is wanted"),
-        ((None, None, None, 1 << 40, None, None), "does not fit 4 bytes"), ((None, None, None, "n", None, None), "a number or bytes of 4 bytes"),
-        ((torch.zeros(4, device="meta"), None, None, 1, None, None), "a tensor on meta"), ((None, None, None, torch.zeros(1), None, None), "a tensor for a 4-byte"),
+        ((1, 2), "2 values for the 6 arguments"),
+        ((1.5, None, None, 1, None, None), "a CPU tensor or array is wanted"),
+        ((None, None, None, 1 << 40, None, None), "does not fit 4 bytes"),
+        ((None, None, None, "n", None, None), "a number or bytes of 4 bytes"),
+        ((torch.zeros(4, device="meta"), None, None, 1, None, None), "a tensor on meta"),
+        ((None, None, None, torch.zeros(1), None, None), "a tensor for a 4-byte"),
     ),
-)  # fmt: skip
+)
 def test_bad_arguments(args, message):
-    text = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx942")["amdgcn"]
+    text = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx942")[
+        "amdgcn"
+    ]
     with pytest.raises(ValueError, match=message):
         simulate.isa(text, None, 1, 256, args)
 
 
 def test_bad_launches():
-    text = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx942")["amdgcn"]
+    text = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx942")[
+        "amdgcn"
+    ]
     empty = (None, None, None, 0, None, None)
     for arguments, message in (
-        ((text, "other", 1, 256, empty), "the text holds"), ((text, None, (1, -1), 256, empty), "grid="), ((text, None, 1, 4096, empty), "1 to 1024"),
+        ((text, "other", 1, 256, empty), "the text holds"),
+        ((text, None, (1, -1), 256, empty), "grid="),
+        ((text, None, 1, 4096, empty), "1 to 1024"),
         ((text, None, 1 << 21, 256, empty), "the limit is"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             simulate.isa(*arguments)
     with pytest.raises(ValueError, match="not a tensor argument"):
@@ -111,7 +139,9 @@ def test_bad_launches():
 
 @pytest.mark.parametrize("damage", ("not an ELF", "truncated", "noise"))
 def test_hostile_files_end_in_an_error(damage):
-    good = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx942")["hsaco"]
+    good = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx942")[
+        "hsaco"
+    ]
     rng = np.random.default_rng(0)
     if damage == "not an ELF":
         with pytest.raises(ValueError, match="not an ELF"):
@@ -132,19 +162,36 @@ def test_hostile_files_end_in_an_error(damage):
 
 
 def test_a_runaway_program_is_stopped():
-    text = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx942")["amdgcn"]
+    text = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx942")[
+        "amdgcn"
+    ]
     endless = text.replace("s_endpgm", "s_branch .LBB0_0")
     with pytest.raises(simulate.SimulationError, match=r"line \d+: .*max_steps=3000"):
         simulate.isa(endless, None, 1, 256, (None, None, None, 0, None, None), options=Options(max_steps=3000))
     with pytest.raises(simulate.SimulationError, match="left the code"):
         simulate.isa(text.replace("s_endpgm", "s_nop 0"), None, 1, 256, (None, None, None, 0, None, None))
     with pytest.raises(ValueError, match="the limit is"):
-        simulate.isa(text, None, 1, 256, (np.zeros(1 << 20, np.float32), None, None, 0, None, None), options=Options(max_bytes=1 << 20))
+        simulate.isa(
+            text,
+            None,
+            1,
+            256,
+            (np.zeros(1 << 20, np.float32), None, None, 0, None, None),
+            options=Options(max_bytes=1 << 20),
+        )
 
 
 @pytest.mark.parametrize(
-    "line", ("v_add_f32 v300, v0, v1", "v_add_f32 v0, #, v1", "s_branch .Lnowhere", "s_waitcnt nonsense(1)", "v_mov_b32 v[3:2], v0", "v_mov_b32 v0, v1 frob:1")
-)  # fmt: skip
+    "line",
+    (
+        "v_add_f32 v300, v0, v1",
+        "v_add_f32 v0, #, v1",
+        "s_branch .Lnowhere",
+        "s_waitcnt nonsense(1)",
+        "v_mov_b32 v[3:2], v0",
+        "v_mov_b32 v0, v1 frob:1",
+    ),
+)
 def test_text_that_is_not_understood_names_its_line(line):
     with pytest.raises(asm.AsmError, match="line 2: "):
         asm.parse(f"s_nop 0\n{line}\n")

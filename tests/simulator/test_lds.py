@@ -26,7 +26,7 @@ def test_reads(name):
     element = READS[name]
     order = rng.permutation(LANES).astype(np.uint32) * np.uint32(element.nbytes)
     fill = "ds_write_b128 v10, v[0:3]" + WAIT
-    registers = {n: WORDS[n] for n in range(4)} | {10: LANE * 16, 11: order, **{n: OLD for n in range(4, 8)}}
+    registers = {n: WORDS[n] for n in range(4)} | {10: LANE * 16, 11: order, **dict.fromkeys(range(4, 8), OLD)}
     offset = 16 if element.nbytes < 16 else 0
     bench = Bench(v=registers, lds=1024)
     text = f"{fill}s_mov_b64 exec, s[20:21]\nds_read_{name} {span(4, element.registers)}, v11 offset:{offset}{WAIT}"
@@ -43,7 +43,13 @@ def test_reads(name):
         else:
             value = int.from_bytes(raw, "little", signed=element.signed) & 0xFFFFFFFF
             old = int(OLD[lane])
-            want = [value if element.half is None else old & 0xFFFF0000 | value & 0xFFFF if element.half == 0 else old & 0xFFFF | (value & 0xFFFF) << 16]
+            want = [
+                value
+                if element.half is None
+                else old & 0xFFFF0000 | value & 0xFFFF
+                if element.half == 0
+                else old & 0xFFFF | (value & 0xFFFF) << 16
+            ]
         assert [int(state.v[4 + r, 0, lane]) for r in range(element.registers)] == want, lane
     assert bench.kinds() == []
 
@@ -71,8 +77,10 @@ def test_two_address_forms(width, stride):
     first, second = (0, 1) if stride else (0, 130)
     n = size // 4
     bench = Bench(v={n: WORDS[n] for n in range(4)} | {10: LANE * size}, lds=4096)
-    state = bench.run(f"ds_write2{stride}_{width} v10, {span(0, n)}, {span(2, n)} offset0:{first} offset1:{second}\ns_waitcnt lgkmcnt(0)\n"
-                      f"ds_read2{stride}_{width} {span(4, 2 * n)}, v10 offset0:{second} offset1:{first}{WAIT}")  # fmt: skip
+    state = bench.run(
+        f"ds_write2{stride}_{width} v10, {span(0, n)}, {span(2, n)} offset0:{first} offset1:{second}\ns_waitcnt lgkmcnt(0)\n"
+        f"ds_read2{stride}_{width} {span(4, 2 * n)}, v10 offset0:{second} offset1:{first}{WAIT}"
+    )
     if stride:
         memory = bench.machine.lds.octets
         assert memory[unit : unit + size].tobytes() == WORDS[2 : 2 + n, 0].tobytes()
@@ -93,7 +101,10 @@ def test_a_read_may_overwrite_its_own_address():
     assert (state.v[10:14, 0] == WORDS[:4]).all()
 
 
-@pytest.mark.parametrize("name, function", (("add_u32", lambda o, x: o + x & 0xFFFFFFFF), ("max_u32", max), ("or_b32", lambda o, x: o | x), ("min_u32", min)))
+@pytest.mark.parametrize(
+    "name, function",
+    (("add_u32", lambda o, x: o + x & 0xFFFFFFFF), ("max_u32", max), ("or_b32", lambda o, x: o | x), ("min_u32", min)),
+)
 @pytest.mark.parametrize("returns", (False, True))
 def test_lds_atomics(name, function, returns):
     where = rng.integers(0, 4, LANES).astype(np.uint32)
@@ -113,7 +124,9 @@ def test_lds_atomics(name, function, returns):
 def test_bpermute_and_permute():
     target = rng.integers(0, 256, LANES).astype(np.uint32)
     bench = Bench(v={0: OLD, 1: target * 4 // 4, 2: WORDS[0], 3: OLD}, exec_mask=PARTIAL)
-    state = bench.run("v_lshlrev_b32_e32 v1, 2, v1\nds_bpermute_b32 v0, v1, v2 offset:8\nds_permute_b32 v3, v1, v2" + WAIT)
+    state = bench.run(
+        "v_lshlrev_b32_e32 v1, 2, v1\nds_bpermute_b32 v0, v1, v2 offset:8\nds_permute_b32 v3, v1, v2" + WAIT
+    )
     pushed = [0] * LANES
     for lane in np.flatnonzero(ON):
         pushed[target[lane] % 64] = int(WORDS[0][lane])
@@ -127,12 +140,16 @@ def test_bpermute_and_permute():
 @pytest.mark.parametrize(
     "spelling, source",
     (
-        ("swizzle(SWAP,16)", lambda i: i ^ 16), ("swizzle(SWAP,1)", lambda i: i ^ 1), ("swizzle(REVERSE,8)", lambda i: i ^ 7),
-        ("swizzle(QUAD_PERM, 0, 2, 1, 3)", lambda i: i & ~3 | (0, 2, 1, 3)[i & 3]), ("swizzle(BROADCAST,4,2)", lambda i: i & ~3 | 2),
+        ("swizzle(SWAP,16)", lambda i: i ^ 16),
+        ("swizzle(SWAP,1)", lambda i: i ^ 1),
+        ("swizzle(REVERSE,8)", lambda i: i ^ 7),
+        ("swizzle(QUAD_PERM, 0, 2, 1, 3)", lambda i: i & ~3 | (0, 2, 1, 3)[i & 3]),
+        ("swizzle(BROADCAST,4,2)", lambda i: i & ~3 | 2),
         ('swizzle(BITMASK_PERM, "0p1i0")', lambda i: i & 32 | (i & 0b01010 | 0b00100) ^ 0b00010),
-        ("0x801f", lambda i: i & ~3 | (0x1F >> 2 * (i & 3)) & 3), ("0x041f", lambda i: i ^ 1),
+        ("0x801f", lambda i: i & ~3 | (0x1F >> 2 * (i & 3)) & 3),
+        ("0x041f", lambda i: i ^ 1),
     ),
-)  # fmt: skip
+)
 def test_swizzles(spelling, source):
     state = Bench(v={0: OLD, 1: WORDS[0]}).run(f"ds_swizzle_b32 v0, v1 offset:{spelling}" + WAIT)
     assert [int(x) for x in state.v[0, 0]] == [int(WORDS[0][source(lane)]) for lane in range(LANES)]
@@ -156,7 +173,13 @@ def two_waves(text, *, lds=1024, seed=None, scc_by_wave=True, per_group=2, waves
     wave = (np.arange(waves, dtype=np.uint32) % per_group)[:, None]
     own = (wave * LANES + LANE) * 4
     other = ((per_group - 1 - wave) * LANES + LANE) * 4
-    bench = Bench(v={0: np.broadcast_to(LANE, own.shape), 10: own, 11: other, 20: np.broadcast_to(wave, own.shape), **registers}, waves=waves, per_group=per_group, lds=lds, options=Options(seed=seed))
+    bench = Bench(
+        v={0: np.broadcast_to(LANE, own.shape), 10: own, 11: other, 20: np.broadcast_to(wave, own.shape), **registers},
+        waves=waves,
+        per_group=per_group,
+        lds=lds,
+        options=Options(seed=seed),
+    )
     bench.state = bench.run("v_readfirstlane_b32 s0, v20\n" + text)
     return bench
 
@@ -173,7 +196,13 @@ def test_a_proper_exchange_is_silent(seed):
 def test_missing_barrier_is_read_after_write():
     bench = two_waves(PUBLISH.replace("s_barrier", "s_nop 0"))
     (finding,) = bench.report.findings()
-    assert finding.kind == "lds-race" and "RAW" in finding.message and finding.text == "ds_read_b32 v1, v11" and finding.wave == 0 and finding.lane == 0
+    assert (
+        finding.kind == "lds-race"
+        and "RAW" in finding.message
+        and finding.text == "ds_read_b32 v1, v11"
+        and finding.wave == 0
+        and finding.lane == 0
+    )
 
 
 def test_missing_wait_before_the_barrier_that_publishes():
@@ -184,7 +213,9 @@ def test_missing_wait_before_the_barrier_that_publishes():
 def test_a_wait_that_leaves_the_write_outstanding_is_not_enough():
     text = PUBLISH.replace("s_waitcnt lgkmcnt(0)\ns_barrier", "s_waitcnt lgkmcnt(1)\ns_barrier")
     assert two_waves(text).kinds() == ["lds-publish"]
-    covered = PUBLISH.replace("s_waitcnt lgkmcnt(0)\ns_barrier", "ds_bpermute_b32 v2, v10, v0\ns_waitcnt lgkmcnt(1)\ns_barrier")
+    covered = PUBLISH.replace(
+        "s_waitcnt lgkmcnt(0)\ns_barrier", "ds_bpermute_b32 v2, v10, v0\ns_waitcnt lgkmcnt(1)\ns_barrier"
+    )
     assert two_waves(covered).kinds() == []
 
 
@@ -197,14 +228,19 @@ def test_write_after_read_needs_a_barrier():
 
 def test_a_read_must_retire_before_the_barrier_that_recycles():
     """The read of one wave is still in flight when the other wave overwrites."""
-    text = PUBLISH.replace("ds_read_b32 v1, v11\ns_waitcnt lgkmcnt(0)", "ds_read_b32 v1, v11\ns_barrier\nds_write_b32 v10, v10\ns_waitcnt lgkmcnt(0)")
+    text = PUBLISH.replace(
+        "ds_read_b32 v1, v11\ns_waitcnt lgkmcnt(0)",
+        "ds_read_b32 v1, v11\ns_barrier\nds_write_b32 v10, v10\ns_waitcnt lgkmcnt(0)",
+    )
     assert two_waves(text).kinds() == ["lds-recycle"]
 
 
 def test_write_after_write():
     text = "ds_write_b32 v0, v20\ns_waitcnt lgkmcnt(0)"
     assert two_waves("v_lshlrev_b32_e32 v0, 2, v0\n" + text).kinds() == ["lds-race"]
-    assert two_waves("v_lshlrev_b32_e32 v0, 2, v0\n" + text.replace("v20", "v0")).kinds() == [], "both waves write the same value"
+    assert two_waves("v_lshlrev_b32_e32 v0, 2, v0\n" + text.replace("v20", "v0")).kinds() == [], (
+        "both waves write the same value"
+    )
     staggered = "v_lshlrev_b32_e32 v0, 2, v0\ns_cmp_eq_u32 s0, 0\ns_cbranch_scc0 .L\nds_write_b32 v0, v20\n.L:\nds_write_b32 v0, v20"
     assert two_waves(staggered).kinds() == ["lds-race"]
 
@@ -212,7 +248,9 @@ def test_write_after_write():
 def test_half_words_of_one_dword_belong_to_different_waves():
     text = "v_lshlrev_b32_e32 v2, 2, v0\nv_lshl_add_u32 v2, s0, 1, v2\nds_write_b16 v2, v0\ns_waitcnt lgkmcnt(0)\ns_barrier\nds_read_u16 v3, v2\ns_waitcnt lgkmcnt(0)"
     assert two_waves(text).kinds() == []
-    assert two_waves(text.replace("v_lshl_add_u32 v2, s0, 1, v2\n", "").replace("v2, v0\ns_wait", "v2, v20\ns_wait")).kinds() == ["lds-race"]
+    assert two_waves(
+        text.replace("v_lshl_add_u32 v2, s0, 1, v2\n", "").replace("v2, v0\ns_wait", "v2, v20\ns_wait")
+    ).kinds() == ["lds-race"]
 
 
 def test_uninitialised_out_of_bounds_and_misaligned_lds():
@@ -233,7 +271,10 @@ def test_registers_of_a_load_are_not_valid_before_the_wait():
         bench = two_waves("ds_write_b32 v10, v0\ns_waitcnt lgkmcnt(0)\n" + text)
         (finding,) = [f for f in bench.report.findings() if f.kind == "wait"]
         assert message in finding.message and "ds_read_b32" in finding.message
-    for text in ("ds_read_b32 v1, v10\nds_read_b32 v2, v10\ns_waitcnt lgkmcnt(1)\nv_mov_b32_e32 v3, v1", "ds_read_b32 v1, v10\nds_read_b32 v1, v10\ns_waitcnt lgkmcnt(0)\nv_mov_b32_e32 v3, v1"):
+    for text in (
+        "ds_read_b32 v1, v10\nds_read_b32 v2, v10\ns_waitcnt lgkmcnt(1)\nv_mov_b32_e32 v3, v1",
+        "ds_read_b32 v1, v10\nds_read_b32 v1, v10\ns_waitcnt lgkmcnt(0)\nv_mov_b32_e32 v3, v1",
+    ):
         assert two_waves("ds_write_b32 v10, v0\ns_waitcnt lgkmcnt(0)\n" + text).kinds() == []
 
 
@@ -253,7 +294,13 @@ def test_scalar_loads_return_out_of_order():
 
 def test_vector_memory_counts_apart_from_lds():
     data = np.zeros(LANES, np.uint32)
-    for wait, clean in (("lgkmcnt(0)", False), ("vmcnt(1)", False), ("vmcnt(0)", True), ("vmcnt(0) lgkmcnt(3)", True), ("0x0070", True)):
+    for wait, clean in (
+        ("lgkmcnt(0)", False),
+        ("vmcnt(1)", False),
+        ("vmcnt(0)", True),
+        ("vmcnt(0) lgkmcnt(3)", True),
+        ("0x0070", True),
+    ):
         bench = Bench(v={8: LANE * 4}, buffers={"x": data}, place={"x": 0})
         bench.run(f"global_load_dword v0, v8, s[0:1]\ns_waitcnt {wait}\nv_mov_b32_e32 v1, v0")
         assert (bench.kinds() == []) == clean, wait
@@ -262,7 +309,12 @@ def test_vector_memory_counts_apart_from_lds():
 def test_load_to_lds_needs_its_own_wait():
     data = rng.integers(0, 1 << 32, 2 * LANES, dtype=np.uint64).astype(np.uint32)
     wave = np.arange(2, dtype=np.uint32)[:, None]
-    registers = {8: (wave * LANES + LANE) * 4, 10: (wave * LANES + LANE) * 4, 11: ((1 - wave) * LANES + LANE) * 4, 20: np.broadcast_to(wave, (2, LANES))}
+    registers = {
+        8: (wave * LANES + LANE) * 4,
+        10: (wave * LANES + LANE) * 4,
+        11: ((1 - wave) * LANES + LANE) * 4,
+        20: np.broadcast_to(wave, (2, LANES)),
+    }
     text = "v_readfirstlane_b32 s6, v20\ns_lshl_b32 m0, s6, 8\ns_nop 0\nglobal_load_lds_dword v8, s[0:1]\n{wait}s_barrier\nds_read_b32 v1, v11\ns_waitcnt lgkmcnt(0)"
     for wait, kinds in (("s_waitcnt vmcnt(0)\n", []), ("s_waitcnt lgkmcnt(0)\n", ["lds-load"]), ("", ["lds-load"])):
         bench = Bench(v=registers, waves=2, per_group=2, lds=512, buffers={"x": data}, place={"x": 0})
@@ -285,7 +337,18 @@ def test_workgroups_do_not_share_lds():
 
 
 def test_findings_count_repeats_and_stop_growing():
-    text = "\n".join(["s_mov_b32 s3, 50", ".L:", "v_mov_b32_e32 v10, v10", "ds_read_b32 v1, v10", "s_waitcnt lgkmcnt(0)", "s_sub_i32 s3, s3, 1", "s_cmp_gt_i32 s3, 0", "s_cbranch_scc1 .L"])
+    text = "\n".join(
+        [
+            "s_mov_b32 s3, 50",
+            ".L:",
+            "v_mov_b32_e32 v10, v10",
+            "ds_read_b32 v1, v10",
+            "s_waitcnt lgkmcnt(0)",
+            "s_sub_i32 s3, s3, 1",
+            "s_cmp_gt_i32 s3, 0",
+            "s_cbranch_scc1 .L",
+        ]
+    )
     bench = two_waves(text)
     (finding,) = bench.report.findings()
     assert finding.count == 50 * 2 * LANES
@@ -294,9 +357,15 @@ def test_findings_count_repeats_and_stop_growing():
 @pytest.mark.parametrize(
     "address, nbytes, extra",
     (
-        (LANE * 4, 4, 0), (LANE * 0, 4, 0), (LANE * 8, 4, 2), (LANE * 128, 4, 62), (LANE * 16, 16, 0), (LANE * 256, 16, 8 * 7), (LANE * 8, 8, 0),
+        (LANE * 4, 4, 0),
+        (LANE * 0, 4, 0),
+        (LANE * 8, 4, 2),
+        (LANE * 128, 4, 62),
+        (LANE * 16, 16, 0),
+        (LANE * 256, 16, 8 * 7),
+        (LANE * 8, 8, 0),
     ),
-)  # fmt: skip
+)
 def test_bank_model(address, nbytes, extra):
     assert bank_conflicts(address.astype(np.int64)[None], nbytes, None) == extra
 

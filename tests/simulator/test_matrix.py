@@ -44,11 +44,15 @@ def test_product(name, banks):
     c = rng.integers(-9, 9, (results, LANES)).astype(dtype)
     width = len(a)
     span = lambda bank, start, n: f"{bank}{start}" if n == 1 else f"{bank}[{start}:{start + n - 1}]"
-    text = f"{name} {span('v', 32, results)}, {span(banks[0], 0, width)}, {span('v', 8, width)}, {span('v', 32, results)}"
+    text = (
+        f"{name} {span('v', 32, results)}, {span(banks[0], 0, width)}, {span('v', 8, width)}, {span('v', 32, results)}"
+    )
     registers = {8 + i: b[i] for i in range(width)} | {32 + i: c[i].view(np.uint32) for i in range(results)}
     left = {i: a[i] for i in range(width)}
     # EXEC is ignored, whatever it holds
-    state = Bench(v=registers | (left if banks[0] == "v" else {}), a=left if banks[0] == "a" else {}, exec_mask=PARTIAL).run(text)
+    state = Bench(
+        v=registers | (left if banks[0] == "v" else {}), a=left if banks[0] == "a" else {}, exec_mask=PARTIAL
+    ).run(text)
     matrix = np.zeros((2, rows, depth))
     for n, registers_of in enumerate((a, b)):
         for lane in range(LANES):
@@ -63,7 +67,9 @@ def test_product(name, banks):
 
 def test_constant_addend_and_accumulator_result():
     a = operand("bf16", 4)
-    state = Bench(v={0: a[0], 1: a[1]}).run("v_mfma_f32_16x16x16_bf16 a[0:3], v[0:1], v[0:1], 1.0\nv_mfma_f32_16x16x16_bf16 v[4:7], v[0:1], v[0:1], 0")
+    state = Bench(v={0: a[0], 1: a[1]}).run(
+        "v_mfma_f32_16x16x16_bf16 a[0:3], v[0:1], v[0:1], 1.0\nv_mfma_f32_16x16x16_bf16 v[4:7], v[0:1], v[0:1], 0"
+    )
     assert (state.a[:4, 0].view(np.float32) == state.v[4:8, 0].view(np.float32) + 1).all()
 
 
@@ -71,5 +77,7 @@ def test_only_the_waves_of_the_group_are_written():
     a = operand("f16", 4)
     text = "v_mov_b32_e32 v8, 0\nv_readfirstlane_b32 s0, v9\ns_cmp_eq_u32 s0, 1\ns_cbranch_scc0 .L\nv_mfma_f32_16x16x16_f16 v[4:7], v[0:1], v[0:1], 0\n.L:\ns_nop 0"
     wave = np.arange(3, dtype=np.uint32)[:, None] * np.ones((1, LANES), np.uint32)
-    state = Bench(v={0: a[0], 1: a[1], 9: wave, **{n: np.zeros(LANES, np.uint32) for n in range(4, 8)}}, waves=3).run(text)
+    state = Bench(v={0: a[0], 1: a[1], 9: wave, **{n: np.zeros(LANES, np.uint32) for n in range(4, 8)}}, waves=3).run(
+        text
+    )
     assert state.v[4:8, 1].any() and not state.v[4:8, 0].any() and not state.v[4:8, 2].any()

@@ -36,19 +36,25 @@ def test_loads(name, form):
     data = rng.integers(0, 256, LANES * element.nbytes + 8, dtype=np.uint8)
     order = rng.permutation(LANES).astype(np.uint32)
     offset = order * element.nbytes
-    registers = {8: offset, 9: np.zeros(LANES, np.uint32), **{n: OLD for n in range(4)}}
+    registers = {8: offset, 9: np.zeros(LANES, np.uint32), **dict.fromkeys(range(4), OLD)}
     out = span(0, element.registers)
     if form == "saddr":
         text = f"global_load_{name} {out}, v8, s[0:1] offset:4"
     elif form == "vaddr":
         text = f"v_mov_b32_e32 v10, s0\nv_mov_b32_e32 v11, s1\nv_lshl_add_u64 v[10:11], v[8:9], 0, v[10:11]\nglobal_load_{name} {out}, v[10:11], off offset:4"
     else:
-        text = f"s_mov_b32 s2, {data.size}\ns_mov_b32 s3, 0x27000\nbuffer_load_{name} {out}, v8, s[0:3], 0 offen offset:4"
+        text = (
+            f"s_mov_b32 s2, {data.size}\ns_mov_b32 s3, 0x27000\nbuffer_load_{name} {out}, v8, s[0:3], 0 offen offset:4"
+        )
     bench = Bench(v=registers, exec_mask=PARTIAL, buffers={"x": data}, place={"x": 0})
     state = bench.run(text + "\ns_waitcnt vmcnt(0)")
     for lane in range(LANES):
         at = int(offset[lane]) + 4
-        want = loaded(element, data[at : at + element.nbytes].tobytes(), int(OLD[lane])) if ON[lane] else [int(OLD[lane])] * element.registers
+        want = (
+            loaded(element, data[at : at + element.nbytes].tobytes(), int(OLD[lane]))
+            if ON[lane]
+            else [int(OLD[lane])] * element.registers
+        )
         assert [int(state.v[r, 0, lane]) for r in range(element.registers)] == want
     assert bench.kinds() == []
 
@@ -59,8 +65,15 @@ def test_buffer_loads_give_zero_past_num_records(name):
     element = LOADS[name]
     data = rng.integers(1, 256, LANES * element.nbytes, dtype=np.uint8)
     limit = 40 * element.nbytes
-    bench = Bench(v={8: LANE * element.nbytes, **{n: OLD for n in range(4)}}, exec_mask=PARTIAL, buffers={"x": data}, place={"x": 0})
-    state = bench.run(f"s_mov_b32 s2, {limit}\ns_mov_b32 s3, 0x27000\nbuffer_load_{name} {span(0, element.registers)}, v8, s[0:3], 0 offen\ns_waitcnt vmcnt(0)")
+    bench = Bench(
+        v={8: LANE * element.nbytes, **dict.fromkeys(range(4), OLD)},
+        exec_mask=PARTIAL,
+        buffers={"x": data},
+        place={"x": 0},
+    )
+    state = bench.run(
+        f"s_mov_b32 s2, {limit}\ns_mov_b32 s3, 0x27000\nbuffer_load_{name} {span(0, element.registers)}, v8, s[0:3], 0 offen\ns_waitcnt vmcnt(0)"
+    )
     for lane in np.flatnonzero(ON):
         at = int(lane) * element.nbytes
         raw = data[at : at + element.nbytes].tobytes() if lane < 40 else bytes(element.nbytes)
@@ -74,8 +87,15 @@ def test_stores_with_partial_exec_and_bounds(name, records):
     """The last element that fits is written, the first that does not is dropped: bounds count the bytes of the access."""
     element = STORES[name]
     values = rng.integers(0, 1 << 32, (4, LANES), dtype=np.uint64).astype(np.uint32)
-    bench = Bench(v={8: LANE * element.nbytes, **{n: values[n] for n in range(4)}}, exec_mask=PARTIAL, buffers={"x": np.full(LANES * element.nbytes, 0xEE, np.uint8)}, place={"x": 0})
-    bench.run(f"s_mov_b32 s2, {records * element.nbytes}\ns_mov_b32 s3, 0x27000\nbuffer_store_{name} {span(0, element.registers)}, v8, s[0:3], 0 offen")
+    bench = Bench(
+        v={8: LANE * element.nbytes, **{n: values[n] for n in range(4)}},
+        exec_mask=PARTIAL,
+        buffers={"x": np.full(LANES * element.nbytes, 0xEE, np.uint8)},
+        place={"x": 0},
+    )
+    bench.run(
+        f"s_mov_b32 s2, {records * element.nbytes}\ns_mov_b32 s3, 0x27000\nbuffer_store_{name} {span(0, element.registers)}, v8, s[0:3], 0 offen"
+    )
     got = bench.memory("x", np.uint8).reshape(LANES, element.nbytes)
     for lane in range(LANES):
         raw = b"".join(int(values[r][lane]).to_bytes(4, "little") for r in range(element.registers))
@@ -102,25 +122,45 @@ def test_load_may_overwrite_its_own_address():
 def test_structured_buffers_bound_by_index():
     data = np.arange(LANES * 3, dtype=np.uint32)
     bench = Bench(v={8: LANE, 0: OLD}, buffers={"x": data}, place={"x": 0})
-    state = bench.run("s_or_b32 s1, s1, 0xc0000\ns_mov_b32 s2, 50\ns_mov_b32 s3, 0x27000\nbuffer_load_dword v0, v8, s[0:3], 4 idxen offset:4\ns_waitcnt vmcnt(0)")
+    state = bench.run(
+        "s_or_b32 s1, s1, 0xc0000\ns_mov_b32 s2, 50\ns_mov_b32 s3, 0x27000\nbuffer_load_dword v0, v8, s[0:3], 4 idxen offset:4\ns_waitcnt vmcnt(0)"
+    )
     assert [int(x) for x in state.v[0, 0]] == [3 * lane + 2 if lane < 50 else 0 for lane in range(LANES)]
 
 
 def test_swizzled_buffers_are_refused():
     bench = Bench(v={8: LANE}, buffers={"x": np.zeros(64, np.uint32)}, place={"x": 0})
     with pytest.raises(UnsupportedError, match="swizzled"):
-        bench.run("s_or_b32 s1, s1, 0x80000000\ns_mov_b32 s2, 50\ns_mov_b32 s3, 0\nbuffer_load_dword v0, v8, s[0:3], 0 offen")
+        bench.run(
+            "s_or_b32 s1, s1, 0x80000000\ns_mov_b32 s2, 50\ns_mov_b32 s3, 0\nbuffer_load_dword v0, v8, s[0:3], 0 offen"
+        )
 
 
 # ---------------------------------------------------------------- bounds and alignment
-@pytest.mark.parametrize("offset, text", ((-4, "before its start"), (4 * LANES, "0 past its 256 bytes"), (1 << 30, "past its 256 bytes")))
+@pytest.mark.parametrize(
+    "offset, text", ((-4, "before its start"), (4 * LANES, "0 past its 256 bytes"), (1 << 30, "past its 256 bytes"))
+)
 def test_global_bounds_name_the_buffer_and_lane(offset, text):
     address = np.where(LANE == 10, np.int64(offset), np.int64(0))
-    bench = Bench(v={8: address.astype(np.int32).view(np.uint32), 9: (address >> 32).astype(np.int32).view(np.uint32), 0: OLD}, exec_mask=PARTIAL, buffers={"w": np.ones(LANES, np.uint32), "x": np.ones(LANES, np.uint32)}, place={"x": 0})
-    state = bench.run("v_lshl_add_u64 v[10:11], v[8:9], 0, s[0:1]\nglobal_load_dword v0, v[10:11], off\ns_waitcnt vmcnt(0)")
+    bench = Bench(
+        v={8: address.astype(np.int32).view(np.uint32), 9: (address >> 32).astype(np.int32).view(np.uint32), 0: OLD},
+        exec_mask=PARTIAL,
+        buffers={"w": np.ones(LANES, np.uint32), "x": np.ones(LANES, np.uint32)},
+        place={"x": 0},
+    )
+    state = bench.run(
+        "v_lshl_add_u64 v[10:11], v[8:9], 0, s[0:1]\nglobal_load_dword v0, v[10:11], off\ns_waitcnt vmcnt(0)"
+    )
     (finding,) = bench.report.findings()
-    assert finding.kind == "global-bounds" and finding.lane == 10 and text in finding.message and finding.message.split(": ")[1].startswith("x ")
-    assert [int(x) for x in state.v[0, 0]] == [(0 if lane == 10 else 1) if ON[lane] else int(OLD[lane]) for lane in range(LANES)]
+    assert (
+        finding.kind == "global-bounds"
+        and finding.lane == 10
+        and text in finding.message
+        and finding.message.split(": ")[1].startswith("x ")
+    )
+    assert [int(x) for x in state.v[0, 0]] == [
+        (0 if lane == 10 else 1) if ON[lane] else int(OLD[lane]) for lane in range(LANES)
+    ]
 
 
 def test_lanes_that_are_off_do_not_count():
@@ -144,10 +184,19 @@ def test_misaligned_accesses():
 
 # ---------------------------------------------------------------- atomics
 ATOMIC = {
-    "add": lambda o, x: (o + x) & 0xFFFFFFFF, "sub": lambda o, x: (o - x) & 0xFFFFFFFF, "umin": min, "umax": max, "and": lambda o, x: o & x, "or": lambda o, x: o | x,
-    "xor": lambda o, x: o ^ x, "swap": lambda o, x: x, "inc": lambda o, x: 0 if o >= x else o + 1, "dec": lambda o, x: x if o == 0 or o > x else o - 1,
-    "smin": lambda o, x: min(o, x, key=lambda v: v - (v >> 31 << 32)), "smax": lambda o, x: max(o, x, key=lambda v: v - (v >> 31 << 32)),
-}  # fmt: skip
+    "add": lambda o, x: (o + x) & 0xFFFFFFFF,
+    "sub": lambda o, x: (o - x) & 0xFFFFFFFF,
+    "umin": min,
+    "umax": max,
+    "and": lambda o, x: o & x,
+    "or": lambda o, x: o | x,
+    "xor": lambda o, x: o ^ x,
+    "swap": lambda o, x: x,
+    "inc": lambda o, x: 0 if o >= x else o + 1,
+    "dec": lambda o, x: x if o == 0 or o > x else o - 1,
+    "smin": lambda o, x: min(o, x, key=lambda v: v - (v >> 31 << 32)),
+    "smax": lambda o, x: max(o, x, key=lambda v: v - (v >> 31 << 32)),
+}
 
 
 @pytest.mark.parametrize("name", sorted(ATOMIC))
@@ -159,16 +208,28 @@ def test_integer_atomics_one_after_the_other(name, returns, width):
     values = rng.integers(0, 1 << (32 if width == 1 else 33), LANES, dtype=np.uint64)
     cells = rng.integers(0, 1 << 20, 8, dtype=np.uint64).astype(kind)
     where = rng.integers(0, 8, LANES).astype(np.uint32)
-    registers = {8: where * (4 * width), 2: values.astype(np.uint32), 3: (values >> np.uint64(32)).astype(np.uint32), 0: OLD, 1: OLD}
+    registers = {
+        8: where * (4 * width),
+        2: values.astype(np.uint32),
+        3: (values >> np.uint64(32)).astype(np.uint32),
+        0: OLD,
+        1: OLD,
+    }
     suffix, data, out = ("", "v2", "v0, ") if width == 1 else ("_x2", "v[2:3]", "v[0:1], ")
     bench = Bench(v=registers, exec_mask=PARTIAL, buffers={"x": cells.copy()}, place={"x": 0})
-    state = bench.run(f"global_atomic_{name}{suffix} {out if returns else ''}v8, {data}, s[0:1]{' sc0' if returns else ''}\ns_waitcnt vmcnt(0)")
+    state = bench.run(
+        f"global_atomic_{name}{suffix} {out if returns else ''}v8, {data}, s[0:1]{' sc0' if returns else ''}\ns_waitcnt vmcnt(0)"
+    )
     memory = [int(c) for c in cells]
     top = 32 * width
     function = ATOMIC[name]
     if width == 2:
-        function = {"add": lambda o, x: (o + x) & FULL, "sub": lambda o, x: (o - x) & FULL, "smin": lambda o, x: min(o, x, key=lambda v: v - (v >> 63 << 64)),
-                    "smax": lambda o, x: max(o, x, key=lambda v: v - (v >> 63 << 64))}.get(name, function)  # fmt: skip
+        function = {
+            "add": lambda o, x: (o + x) & FULL,
+            "sub": lambda o, x: (o - x) & FULL,
+            "smin": lambda o, x: min(o, x, key=lambda v: v - (v >> 63 << 64)),
+            "smax": lambda o, x: max(o, x, key=lambda v: v - (v >> 63 << 64)),
+        }.get(name, function)
     for lane in np.flatnonzero(ON):
         cell, value = int(where[lane]), int(values[lane]) & ((1 << top) - 1)
         if returns:
@@ -194,7 +255,12 @@ def test_float_atomics(name, form):
     else:
         high = values.view(np.uint32) >> np.uint32(16)
         words, memory = (high[:, 0] | high[:, 1] << np.uint32(16))[:, None], np.zeros(4, np.uint32)
-    bench = Bench(v={8: where * (8 if wide else 4), 2: words[:, 0], **({3: words[:, 1]} if wide else {})}, exec_mask=PARTIAL, buffers={"x": memory}, place={"x": 0})
+    bench = Bench(
+        v={8: where * (8 if wide else 4), 2: words[:, 0], **({3: words[:, 1]} if wide else {})},
+        exec_mask=PARTIAL,
+        buffers={"x": memory},
+        place={"x": 0},
+    )
     data = "v[2:3]" if wide else "v2"
     if form == "global":
         bench.run(f"global_atomic_{name} v8, {data}, s[0:1]")
@@ -220,7 +286,9 @@ def test_a_seed_makes_the_order_of_float_atomics_show():
     for seed in range(8):
         for key in results:
             options = Options(seed=None if key is None else seed)
-            bench = Bench(v={8: LANE * 0, 2: values}, buffers={"x": np.zeros(1, np.float32)}, place={"x": 0}, options=options)
+            bench = Bench(
+                v={8: LANE * 0, 2: values}, buffers={"x": np.zeros(1, np.float32)}, place={"x": 0}, options=options
+            )
             bench.run("global_atomic_add_f32 v8, v2, s[0:1]")
             results[key].add(float(bench.memory("x", np.float32)[0]))
     assert len(results[None]) == 1 and len(results[0]) > 1
@@ -229,7 +297,9 @@ def test_a_seed_makes_the_order_of_float_atomics_show():
 
 def test_compare_and_swap():
     data = np.array([5, 6], np.uint32)
-    bench = Bench(v={8: LANE % 2 * 4, 2: LANE + 100, 3: np.full(LANES, 5, np.uint32)}, buffers={"x": data}, place={"x": 0})
+    bench = Bench(
+        v={8: LANE % 2 * 4, 2: LANE + 100, 3: np.full(LANES, 5, np.uint32)}, buffers={"x": data}, place={"x": 0}
+    )
     state = bench.run("global_atomic_cmpswap v0, v8, v[2:3], s[0:1] sc0\ns_waitcnt vmcnt(0)")
     assert list(bench.memory("x", np.uint32)) == [100, 6]
     assert [int(x) for x in state.v[0, 0, :4]] == [5, 6, 100, 6]
@@ -241,9 +311,11 @@ def test_scratch_keeps_each_lane_apart(name):
     element = STORES[name]
     values = rng.integers(0, 1 << 32, (4, LANES), dtype=np.uint64).astype(np.uint32)
     load = {"short": "ushort", "byte": "ubyte"}.get(name, name)
-    registers = {n: values[n] for n in range(4)} | {10: LANE % 3 * 16, **{n: OLD for n in range(4, 8)}}
+    registers = {n: values[n] for n in range(4)} | {10: LANE % 3 * 16, **dict.fromkeys(range(4, 8), OLD)}
     bench = Bench(v=registers, exec_mask=PARTIAL, scratch=96, s={32: 16})
-    state = bench.run(f"scratch_store_{name} v10, {span(0, element.registers)}, s32 offset:16\nscratch_load_{load} {span(4, element.registers)}, v10, s32 offset:16\ns_waitcnt vmcnt(0)")
+    state = bench.run(
+        f"scratch_store_{name} v10, {span(0, element.registers)}, s32 offset:16\nscratch_load_{load} {span(4, element.registers)}, v10, s32 offset:16\ns_waitcnt vmcnt(0)"
+    )
     for r in range(element.registers):
         keep = np.uint32((1 << (8 * min(element.nbytes, 4))) - 1)
         assert (state.v[4 + r, 0] == np.where(ON, values[r] & keep, OLD)).all()
@@ -252,7 +324,9 @@ def test_scratch_keeps_each_lane_apart(name):
 
 def test_scratch_fixed_slots_bounds_and_first_use():
     bench = Bench(v={0: LANE, 1: OLD}, scratch=32)
-    state = bench.run("scratch_store_dword off, v0, off offset:12\nscratch_load_dword v1, off, off offset:12\ns_waitcnt vmcnt(0)")
+    state = bench.run(
+        "scratch_store_dword off, v0, off offset:12\nscratch_load_dword v1, off, off offset:12\ns_waitcnt vmcnt(0)"
+    )
     assert (state.v[1, 0] == LANE).all() and bench.kinds() == []
     bench.run("scratch_load_dword v1, off, off offset:8")
     assert bench.kinds() == ["scratch-uninitialised"]
@@ -275,5 +349,7 @@ def test_scalar_load_out_of_bounds_and_through_a_buffer():
     bench = Bench(buffers={"x": np.arange(4, dtype=np.uint32)}, place={"x": 0})
     bench.run("s_load_dwordx4 s[16:19], s[0:1], 0x4\ns_waitcnt lgkmcnt(0)")
     assert bench.kinds() == ["global-bounds"]
-    state = bench.run("s_mov_b32 s2, 8\ns_mov_b32 s3, 0\ns_buffer_load_dwordx4 s[16:19], s[0:3], 0x0\ns_waitcnt lgkmcnt(0)")
+    state = bench.run(
+        "s_mov_b32 s2, 8\ns_mov_b32 s3, 0\ns_buffer_load_dwordx4 s[16:19], s[0:3], 0x0\ns_waitcnt lgkmcnt(0)"
+    )
     assert [int(x) for x in state.s[0, 16:20]] == [0, 1, 0, 0] and bench.kinds() == []

@@ -11,7 +11,9 @@ from undertow.simulator.lane_ops import OPS, PACKED_16, PACKED_F32
 from undertow.simulator.salu import ARITHMETIC
 from undertow.simulator.state import WIDTH
 
-pseudocode = pytest.importorskip("tinygrad.runtime.autogen.amd.cdna.str_pcode", reason="needs the simulator extra (tinygrad)").PCODE
+pseudocode = pytest.importorskip(
+    "tinygrad.runtime.autogen.amd.cdna.str_pcode", reason="needs the simulator extra (tinygrad)"
+).PCODE
 
 PROGRAMS = {}
 for _key, _text in pseudocode.items():
@@ -30,7 +32,9 @@ def operands(kind, seed):
     rng = np.random.default_rng(seed)
     if kind in SPECIAL:
         width = int(kind[1:])
-        values = np.concatenate([SPECIAL[kind], rng.standard_normal(LANES) * 10.0 ** rng.integers(-3, 4, LANES)])[:LANES]
+        values = np.concatenate([SPECIAL[kind], rng.standard_normal(LANES) * 10.0 ** rng.integers(-3, 4, LANES)])[
+            :LANES
+        ]
         with np.errstate(over="ignore"):
             return rng.permutation(values.astype(FLOATS[width]).view(f"u{width // 8}").astype(np.uint64))
     values = np.concatenate([np.array(INTEGERS, np.uint64), rng.integers(0, 1 << 32, LANES, dtype=np.uint64)])[:LANES]
@@ -72,9 +76,16 @@ def run_lanes(name, kinds, values, result, accumulates, mask):
 
 def expected(name, kinds, values, lane, accumulates, initial):
     program = PROGRAMS[name]
-    names = {"laneId": make(lane, "u", 32), "D0": Value(initial, 64, "b"), "ROUND_NEAREST_EVEN": make(0, "u", 1), "ROUND_MODE": make(0, "u", 1)}
+    names = {
+        "laneId": make(lane, "u", 32),
+        "D0": Value(initial, 64, "b"),
+        "ROUND_NEAREST_EVEN": make(0, "u", 1),
+        "ROUND_MODE": make(0, "u", 1),
+    }
     for n, (kind, value) in enumerate(zip(kinds, values, strict=True)):
-        slot = "SIMM32" if name in ("v_fmaak_f32", "v_fmamk_f32") and n == (2 if name == "v_fmaak_f32" else 1) else f"S{n}"
+        slot = (
+            "SIMM32" if name in ("v_fmaak_f32", "v_fmamk_f32") and n == (2 if name == "v_fmaak_f32" else 1) else f"S{n}"
+        )
         slot = "S1" if name == "v_fmamk_f32" and n == 2 else slot
         names["D0" if accumulates and n == len(kinds) - 1 else slot] = Value(int(value[lane]), 32 * WIDTH[kind], "b")
     lane_machine = Lane(names)
@@ -93,19 +104,28 @@ def same(name, result, got, want):
         if np.isnan(x) and np.isnan(y) or x == y:
             continue
         tiny = np.finfo(np.float32).tiny
-        if TRANSCENDENTAL.match(name) and (np.isclose(x, y, rtol=4e-7 if width > 16 else 2e-3, atol=2e-6 if "sin" in name or "cos" in name else 0)):
+        if TRANSCENDENTAL.match(name) and (
+            np.isclose(x, y, rtol=4e-7 if width > 16 else 2e-3, atol=2e-6 if "sin" in name or "cos" in name else 0)
+        ):
             continue
-        if TRANSCENDENTAL.match(name) and (abs(x) <= tiny and abs(y) <= tiny or not np.isfinite(x) and np.abs(y) > 1e38):
+        if TRANSCENDENTAL.match(name) and (
+            abs(x) <= tiny and abs(y) <= tiny or not np.isfinite(x) and np.abs(y) > 1e38
+        ):
             continue  # denormals that the transcendental unit flushes
         return False
     return True
 
 
 NOT_COMPARED = {
-    "v_perm_b32": "a lambda", "v_fma_mix_f32": "op_sel", "v_cvt_pkrtz_f16_f32": "the pseudocode's rounding mode is a variable",
-    "v_sqrt_f16": "numpy's half sqrt", "v_frexp_exp_i32_f32": "the pseudocode leaves denormals out", "v_div_fixup_f32": "named limits",
-    "v_med3_i32": "", "v_med3_u32": "",
-}  # fmt: skip
+    "v_perm_b32": "a lambda",
+    "v_fma_mix_f32": "op_sel",
+    "v_cvt_pkrtz_f16_f32": "the pseudocode's rounding mode is a variable",
+    "v_sqrt_f16": "numpy's half sqrt",
+    "v_frexp_exp_i32_f32": "the pseudocode leaves denormals out",
+    "v_div_fixup_f32": "named limits",
+    "v_med3_i32": "",
+    "v_med3_u32": "",
+}
 LANE_NAMES = sorted(n for n in [*OPS, *PACKED_F32, *PACKED_16] if n in PROGRAMS and n not in NOT_COMPARED)
 
 
@@ -125,7 +145,9 @@ def test_lane_instruction(name):
         if not active[lane]:
             assert int(got[lane]) == kept, f"lane {lane} is off and changed"
             continue
-        want = expected(name, kinds, values, lane, accumulates, 0 if not OPS.get(name, OPS["v_add_f32"]).keeps_high else initial)
+        want = expected(
+            name, kinds, values, lane, accumulates, 0 if not OPS.get(name, OPS["v_add_f32"]).keeps_high else initial
+        )
         want &= FULL if WIDTH[result] == 2 else 0xFFFFFFFF
         if not same(name, result, int(got[lane]), want):
             wrong.append((lane, [hex(int(v[lane])) for v in values], hex(int(got[lane])), hex(want)))
@@ -143,11 +165,17 @@ def test_scalar_instruction(name, scc):
     values = [operands(k, 10 + n) for n, k in enumerate(kinds)]
     if name.startswith("s_bfe"):
         values[1] &= np.uint64(0x1F0000 | (63 if "64" in name else 31))  # widths that the pseudocode's shift defines
-    lines = [f"{name} {'s[0:1]' if WIDTH[result] == 2 else 's0'}, " + ", ".join(f"s[{8 + 2 * n}:{9 + 2 * n}]" if WIDTH[k] == 2 else f"s{8 + 2 * n}" for n, k in enumerate(kinds))]
+    lines = [
+        f"{name} {'s[0:1]' if WIDTH[result] == 2 else 's0'}, "
+        + ", ".join(f"s[{8 + 2 * n}:{9 + 2 * n}]" if WIDTH[k] == 2 else f"s{8 + 2 * n}" for n, k in enumerate(kinds))
+    ]
     for case in range(0, LANES, 3):
         registers = {8 + 2 * n + w: int(v[case]) >> 32 * w for n, v in enumerate(values) for w in (0, 1)}
         state = Bench(s=registers, scc=scc).run("\n".join(lines))
-        names = {f"S{n}": Value(int(v[case]) & (FULL if WIDTH[k] == 2 else 0xFFFFFFFF), 32 * WIDTH[k], "b") for n, (k, v) in enumerate(zip(kinds, values, strict=True))}
+        names = {
+            f"S{n}": Value(int(v[case]) & (FULL if WIDTH[k] == 2 else 0xFFFFFFFF), 32 * WIDTH[k], "b")
+            for n, (k, v) in enumerate(zip(kinds, values, strict=True))
+        }
         oracle = Lane(names | {"SCC": Value(scc, 1, "u"), "D0": Value(0, 32 * WIDTH[result], "b")})
         oracle.run(PROGRAMS[name])
         got = int(state.s[0, 0]) | (int(state.s[0, 1]) << 32 if WIDTH[result] == 2 else 0)

@@ -30,7 +30,9 @@ def clean(report):
 def test_add_is_exact_and_counts_its_bytes(target):
     n = 5000
     x, y, out = torch.randn(n), torch.randn(n), torch.full((n,), float("nan"))
-    report = clean(simulate.triton(add_kernel, (5,), (x, y, out, n), target, BLOCK=1024, options=Options(outputs=("out",))))
+    report = clean(
+        simulate.triton(add_kernel, (5,), (x, y, out, n), target, BLOCK=1024, options=Options(outputs=("out",)))
+    )
     assert torch.equal(out, x + y)
     assert report.buffers["x"] == {"bytes": 4 * n, "loaded": 4 * n, "stored": 0}
     assert report.buffers["out"]["stored"] == 4 * n
@@ -44,7 +46,11 @@ def test_matmul_with_tails(target, dtype, nonkdim):
     a, b, c = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), torch.full((m, n), float("nan"))
     extra = {"matrix_instr_nonkdim": nonkdim} if nonkdim else {}
     sizes = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
-    report = clean(simulate.triton(matmul_kernel, (2, 2), (a, b, c, m, n, k), target, options=Options(outputs=("c",)), **sizes, **extra))
+    report = clean(
+        simulate.triton(
+            matmul_kernel, (2, 2), (a, b, c, m, n, k), target, options=Options(outputs=("c",)), **sizes, **extra
+        )
+    )
     want = a.double() @ b.double()
     # gfx942 computes fp32 dots in its 10-bit-mantissa format unless told otherwise
     bound = 2e-2 if dtype == torch.float32 and target == "gfx942" else 2e-5
@@ -65,7 +71,9 @@ def test_softmax(target, dtype):
     x = torch.randn(7, 777).to(dtype)
     out = torch.full_like(x, float("nan"))
     clean(simulate.triton(softmax_kernel, (7,), (x, out, 777), target, BLOCK=1024, options=Options(outputs=("out",))))
-    torch.testing.assert_close(out.float(), x.float().softmax(1), atol=2e-4 if dtype != torch.float32 else 1e-7, rtol=1e-2)
+    torch.testing.assert_close(
+        out.float(), x.float().softmax(1), atol=2e-4 if dtype != torch.float32 else 1e-7, rtol=1e-2
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -90,7 +98,11 @@ def test_integer_atomics_agree_in_any_order(seed):
 def test_workgroups_that_wait_for_each_other(seed):
     """A chain through memory needs a fair schedule: the lowest program counter alone would spin for ever."""
     turn, out = torch.zeros(1, dtype=torch.int32), torch.ones(64)
-    clean(simulate.triton(turns_kernel, (6,), (turn, out), BLOCK=64, num_warps=1, options=Options(seed=seed, max_steps=300_000)))
+    clean(
+        simulate.triton(
+            turns_kernel, (6,), (turn, out), BLOCK=64, num_warps=1, options=Options(seed=seed, max_steps=300_000)
+        )
+    )
     want = 1.0
     for p in range(6):
         want = want * 2 + p

@@ -23,10 +23,15 @@ from ..simulator.static import Loop, count_groups, find_loops, natural_loops
 
 COMPILE_TIMEOUT_S = 900
 SASS_GROUPS = (
-    ("hgmma", ("HGMMA",)), ("hmma", ("HMMA", "IMMA", "DMMA")), ("spill", ("STL", "LDL")), ("shared", ("LDS", "STS", "LDSM", "STSM")),
-    ("global", ("LDG", "STG", "LDGSTS", "UTMALDG", "UTMASTG")), ("atomic", ("ATOM", "RED", "UTMAREDG")), ("barrier", ("BAR", "SYNCS")),
+    ("hgmma", ("HGMMA",)),
+    ("hmma", ("HMMA", "IMMA", "DMMA")),
+    ("spill", ("STL", "LDL")),
+    ("shared", ("LDS", "STS", "LDSM", "STSM")),
+    ("global", ("LDG", "STG", "LDGSTS", "UTMALDG", "UTMASTG")),
+    ("atomic", ("ATOM", "RED", "UTMAREDG")),
+    ("barrier", ("BAR", "SYNCS")),
     ("wgmma_wait", ("WARPGROUP",)),
-)  # fmt: skip
+)
 SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)([^;]*);")
 WARNING = "Potential Performance Loss"
 
@@ -70,11 +75,21 @@ class IsaReport:
         hot = self.hot.counts if self.hot else {}
         matrix = {g: hot[g] for g in ("mfma", "hgmma", "hmma") if g in hot}
         return {
-            "stage": self.stage, "target": self.target, "vgpr": self.vgpr, "agpr": self.agpr, "sgpr": self.sgpr, "lds_bytes": self.lds_bytes,
-            "scratch_bytes": self.scratch_bytes, "spills": self.vgpr_spills, "loops": len(self.inner), **matrix,
-            "accvgpr_in_loops": self.in_loops("accvgpr"), "spill_in_loops": self.in_loops("spill"), "barriers_in_hot_loop": hot.get("barrier", 0),
+            "stage": self.stage,
+            "target": self.target,
+            "vgpr": self.vgpr,
+            "agpr": self.agpr,
+            "sgpr": self.sgpr,
+            "lds_bytes": self.lds_bytes,
+            "scratch_bytes": self.scratch_bytes,
+            "spills": self.vgpr_spills,
+            "loops": len(self.inner),
+            **matrix,
+            "accvgpr_in_loops": self.in_loops("accvgpr"),
+            "spill_in_loops": self.in_loops("spill"),
+            "barriers_in_hot_loop": hot.get("barrier", 0),
             "cas_loops": sum(loop.compare_and_swap for loop in self.loops),
-        }  # fmt: skip
+        }
 
     def to_json(self) -> str:
         """The whole report."""
@@ -104,10 +119,19 @@ def probe_text(text: str, kernel: str | None = None, *, stage: str = "", dynamic
     total, agpr = m.get("vgpr_count", d.get("next_free_vgpr", 0)), m.get("agpr_count", 0)
     reachable = module.instructions
     return IsaReport(
-        stage or chosen.name, chosen.name, module.target or "unknown", min(total - agpr, 256), agpr, m.get("sgpr_count", d.get("next_free_sgpr", 0)),
-        d.get("group_segment_fixed_size", 0) + dynamic_lds, d.get("private_segment_fixed_size", 0), m.get("vgpr_spill_count", 0),
-        m.get("sgpr_spill_count", 0), count_groups(reachable), find_loops(module, chosen.entry),
-    )  # fmt: skip
+        stage or chosen.name,
+        chosen.name,
+        module.target or "unknown",
+        min(total - agpr, 256),
+        agpr,
+        m.get("sgpr_count", d.get("next_free_sgpr", 0)),
+        d.get("group_segment_fixed_size", 0) + dynamic_lds,
+        d.get("private_segment_fixed_size", 0),
+        m.get("vgpr_spill_count", 0),
+        m.get("sgpr_spill_count", 0),
+        count_groups(reachable),
+        find_loops(module, chosen.entry),
+    )
 
 
 # ---------------------------------------------------------------------- NVIDIA
@@ -118,9 +142,20 @@ def probe_sass(sass: str, usage: str, log: str, *, stage: str, kernel: str, targ
     loops, counts = sass_loops(sass)
     warnings = tuple(dict.fromkeys(line.split(": ", 1)[-1].strip() for line in log.splitlines() if WARNING in line))
     return IsaReport(
-        stage, kernel, target, numbers.get("REG", 0), 0, 0, max(shared, numbers.get("SHARED", 0)), numbers.get("STACK", 0), max(spills, default=0),
-        0, counts, loops, warnings,
-    )  # fmt: skip
+        stage,
+        kernel,
+        target,
+        numbers.get("REG", 0),
+        0,
+        0,
+        max(shared, numbers.get("SHARED", 0)),
+        numbers.get("STACK", 0),
+        max(spills, default=0),
+        0,
+        counts,
+        loops,
+        warnings,
+    )
 
 
 def sass_loops(sass: str) -> tuple[tuple[Loop, ...], dict[str, int]]:
@@ -133,8 +168,13 @@ def sass_loops(sass: str) -> tuple[tuple[Loop, ...], dict[str, int]]:
         match = SASS_LINE.search(line)
         if match:
             target = re.search(r"`\((\.L_x_\d+)\)", match.group(2)) if match.group(1) in ("BRA", "BSSY") else None
-            items.append((number, match.group(1), target.group(1) if target and match.group(1) == "BRA" else None, "@" in line))
-    starts = sorted({0, *labels.values(), *(n + 1 for n, x in enumerate(items) if x[1] in ("BRA", "EXIT", "RET"))} & set(range(len(items))))
+            items.append(
+                (number, match.group(1), target.group(1) if target and match.group(1) == "BRA" else None, "@" in line)
+            )
+    starts = sorted(
+        {0, *labels.values(), *(n + 1 for n, x in enumerate(items) if x[1] in ("BRA", "EXIT", "RET"))}
+        & set(range(len(items)))
+    )
     number = {start: n for n, start in enumerate(starts)}
     blocks = [range(a, b) for a, b in zip(starts, [*starts[1:], len(items)], strict=True)]
     edges = []
@@ -150,14 +190,19 @@ def sass_loops(sass: str) -> tuple[tuple[Loop, ...], dict[str, int]]:
     for header, body in found:
         inside = [items[i] for b in sorted(body) for i in blocks[b]]
         cas = any(x[1].startswith("ATOM") and "CAS" in sass.splitlines()[x[0] - 1] for x in inside)
-        loops.append(Loop(inside[0][0], inside[-1][0], not (headers & body - {header}), _sass_counts(inside), None, cas))
+        loops.append(
+            Loop(inside[0][0], inside[-1][0], not (headers & body - {header}), _sass_counts(inside), None, cas)
+        )
     return tuple(loops), _sass_counts(items)
 
 
 def _sass_counts(items: list[tuple]) -> dict[str, int]:
     counts: Counter[str] = Counter({name: 0 for name, _ in SASS_GROUPS})
     for _, opcode, _, _ in items:
-        group = next((name for name, stems in SASS_GROUPS if opcode in stems or (name == "atomic" and opcode.startswith(stems))), "other")
+        group = next(
+            (name for name, stems in SASS_GROUPS if opcode in stems or (name == "atomic" and opcode.startswith(stems))),
+            "other",
+        )
         counts[group] += 1
     return dict(counts)
 
@@ -194,9 +239,15 @@ def _problem_fields(problem: Problem) -> dict[str, Any]:
 def compile_in_subprocess(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """What the compiler made of `spec`, one dict a kernel. An abort of the compiler is an error message here."""
     command = [sys.executable, "-m", "undertow.instruments.probe"]
-    done = subprocess.run(command, input=json.dumps(spec), capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(spec), capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+    )
     if done.returncode:
-        how = f"aborted with signal {-done.returncode}" if done.returncode < 0 else f"failed with exit code {done.returncode}"
+        how = (
+            f"aborted with signal {-done.returncode}"
+            if done.returncode < 0
+            else f"failed with exit code {done.returncode}"
+        )
         last = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise RuntimeError(f"compiling for {spec['arch']} {how}:\n{last}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -207,7 +258,15 @@ def _report(item: dict[str, Any], arch: str) -> IsaReport:
     if "amdgcn" in item:
         report = probe_text(item["amdgcn"], item["kernel"], stage=item["stage"], dynamic_lds=item["shared"])
     else:
-        report = probe_sass(item["sass"], item["usage"], item["log"], stage=item["stage"], kernel=item["kernel"], target=arch, shared=item["shared"])
+        report = probe_sass(
+            item["sass"],
+            item["usage"],
+            item["log"],
+            stage=item["stage"],
+            kernel=item["kernel"],
+            target=arch,
+            shared=item["shared"],
+        )
     return IsaReport(**{f.name: getattr(report, f.name) for f in fields(report)} | {"versions": versions})
 
 
@@ -247,8 +306,14 @@ def _compile_function(spec: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     types = [t.strip() for t in spec["signature"].split(",") if t.strip()]
     if len(types) != len(runtime):
         raise ValueError(f"signature={spec['signature']!r}: {len(types)} types for the parameters {', '.join(runtime)}")
-    signature = dict.fromkeys(fn.arg_names, "constexpr") | {n: t.partition(":")[0] for n, t in zip(runtime, types, strict=True)}
-    attrs = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n, t in zip(runtime, types, strict=True) if t.endswith(":16")}
+    signature = dict.fromkeys(fn.arg_names, "constexpr") | {
+        n: t.partition(":")[0] for n, t in zip(runtime, types, strict=True)
+    }
+    attrs = {
+        (fn.arg_names.index(n),): [["tt.divisibility", 16]]
+        for n, t in zip(runtime, types, strict=True)
+        if t.endswith(":16")
+    }
     arch = spec["arch"]
     gpu = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     yield name, triton_compile(ASTSource(fn, signature, constants, attrs), target=gpu, options=options)
@@ -257,7 +322,12 @@ def _compile_function(spec: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _pack(stage: str, compiled: Any, arch: str) -> dict[str, Any]:
     import triton
 
-    out = {"stage": stage, "kernel": compiled.metadata.name, "shared": compiled.metadata.shared, "versions": {"triton": triton.__version__}}
+    out = {
+        "stage": stage,
+        "kernel": compiled.metadata.name,
+        "shared": compiled.metadata.shared,
+        "versions": {"triton": triton.__version__},
+    }
     if "amdgcn" in compiled.asm:
         return out | {"amdgcn": compiled.asm["amdgcn"]}
     return out | _nvidia_tools(compiled.asm["ptx"], compiled.asm["cubin"], arch)
@@ -274,7 +344,14 @@ def _nvidia_tools(ptx: str, cubin: bytes, arch: str) -> dict[str, str]:
         source, binary = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         source.write_text(ptx)
         binary.write_bytes(cubin)
-        log = tool(get_ptxas(capability).path, "-v", f"--gpu-name={sm_arch_from_capability(capability)}", str(source), "-o", str(Path(folder, "out")))
+        log = tool(
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name={sm_arch_from_capability(capability)}",
+            str(source),
+            "-o",
+            str(Path(folder, "out")),
+        )
         sass = tool(knobs.nvidia.nvdisasm.path, "-c", str(binary))
         usage = tool(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary))
     return {"sass": sass.stdout, "usage": usage.stdout, "log": log.stderr + log.stdout}

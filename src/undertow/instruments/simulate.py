@@ -34,7 +34,9 @@ class Simulation:
         return all(p.ok for p in self.parity) and all(r.ok for _, r in self.reports)
 
 
-def simulate(problem: Problem, arch: str = "gfx942", kernel: str = "triton", *, seed: int = 0, options: Options = Options()) -> Simulation:
+def simulate(
+    problem: Problem, arch: str = "gfx942", kernel: str = "triton", *, seed: int = 0, options: Options = Options()
+) -> Simulation:
     """Forward and backward of a problem under the simulator, every tensor through the gates of `verify`.
 
     arch: gfx942 or gfx950. Outputs start as NaN and must be written whole. Raises NotImplementedError naming every
@@ -78,6 +80,10 @@ def run_triton(
 
 def _run(launches: Iterable, arch: str, options: Options) -> list[tuple[str, Report]]:
     return [
-        (launch.stage, simulator.triton(launch.kernel, (launch.programs,), launch.args, arch, options=options, **launch.meta))
-        for launch in launches if launch.programs
-    ]  # fmt: skip
+        (
+            launch.stage,
+            simulator.triton(launch.kernel, (launch.programs,), launch.args, arch, options=options, **launch.meta),
+        )
+        for launch in launches
+        if launch.programs
+    ]

@@ -9,4 +9,15 @@ from .machine import SimulationError
 from .report import Finding, Report
 from .state import UnsupportedError
 
-__all__ = ["AsmError", "Finding", "Options", "Report", "SimulationError", "UnsupportedError", "code_object", "isa", "simulate_module", "triton"]
+__all__ = [
+    "AsmError",
+    "Finding",
+    "Options",
+    "Report",
+    "SimulationError",
+    "UnsupportedError",
+    "code_object",
+    "isa",
+    "simulate_module",
+    "triton",
+]

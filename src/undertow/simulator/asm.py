@@ -15,20 +15,63 @@ MAX_INSTRUCTIONS = 2_000_000
 
 # Scalar registers that have names. The numbers are those of the machine encoding.
 NAMED_SGPRS = {
-    "flat_scratch": (102, 2), "flat_scratch_lo": (102, 1), "flat_scratch_hi": (103, 1),
-    "xnack_mask": (104, 2), "xnack_mask_lo": (104, 1), "xnack_mask_hi": (105, 1),
-    "vcc": (106, 2), "vcc_lo": (106, 1), "vcc_hi": (107, 1),
-    "m0": (124, 1), "exec": (126, 2), "exec_lo": (126, 1), "exec_hi": (127, 1),
-    "src_scc": (253, 1), "scc": (253, 1), "src_vccz": (251, 1), "src_execz": (252, 1),
-}  # fmt: skip
+    "flat_scratch": (102, 2),
+    "flat_scratch_lo": (102, 1),
+    "flat_scratch_hi": (103, 1),
+    "xnack_mask": (104, 2),
+    "xnack_mask_lo": (104, 1),
+    "xnack_mask_hi": (105, 1),
+    "vcc": (106, 2),
+    "vcc_lo": (106, 1),
+    "vcc_hi": (107, 1),
+    "m0": (124, 1),
+    "exec": (126, 2),
+    "exec_lo": (126, 1),
+    "exec_hi": (127, 1),
+    "src_scc": (253, 1),
+    "scc": (253, 1),
+    "src_vccz": (251, 1),
+    "src_execz": (252, 1),
+}
 VCC, M0, EXEC, SCC = 106, 124, 126, 253
 
 VALUED_MODIFIERS = frozenset(
-    "offset offset0 offset1 op_sel op_sel_hi neg_lo neg_hi dst_sel dst_unused src0_sel src1_sel quad_perm row_shl row_shr"
-    " row_ror row_newbcast row_bcast wave_shl wave_shr wave_rol wave_ror row_mask bank_mask bound_ctrl mul div cbsz abid"
-    " blgp bitop3".split()
+    [
+        "offset",
+        "offset0",
+        "offset1",
+        "op_sel",
+        "op_sel_hi",
+        "neg_lo",
+        "neg_hi",
+        "dst_sel",
+        "dst_unused",
+        "src0_sel",
+        "src1_sel",
+        "quad_perm",
+        "row_shl",
+        "row_shr",
+        "row_ror",
+        "row_newbcast",
+        "row_bcast",
+        "wave_shl",
+        "wave_shr",
+        "wave_rol",
+        "wave_ror",
+        "row_mask",
+        "bank_mask",
+        "bound_ctrl",
+        "mul",
+        "div",
+        "cbsz",
+        "abid",
+        "blgp",
+        "bitop3",
+    ]
 )
-FLAG_MODIFIERS = frozenset("offen idxen glc slc lds sc0 sc1 nt gds clamp row_mirror row_half_mirror tfe".split())
+FLAG_MODIFIERS = frozenset(
+    ["offen", "idxen", "glc", "slc", "lds", "sc0", "sc1", "nt", "gds", "clamp", "row_mirror", "row_half_mirror", "tfe"]
+)
 ENCODING_SUFFIXES = ("_e32", "_e64", "_sdwa", "_dpp")
 
 _INSTRUCTION = re.compile(r"(?:s|v|ds|buffer|global|flat|scratch|tbuffer|image|exp)_[a-z0-9_]+(?=\s|$)")
@@ -239,7 +282,9 @@ def parse(text: str) -> Module:
         if line[0] == ".":
             if line.startswith(".loc"):
                 match = _LOC.match(line)
-                source = f"{files.get(match.group(1), '?')}:{match.group(2)}" if match and match.group(2) != "0" else None
+                source = (
+                    f"{files.get(match.group(1), '?')}:{match.group(2)}" if match and match.group(2) != "0" else None
+                )
                 continue
             if line.startswith(".amdhsa_"):
                 current, target = _directive(line, kernels, current, target)
@@ -261,7 +306,7 @@ def parse(text: str) -> Module:
             raise AsmError(f"line {number}: more than {MAX_INSTRUCTIONS} instructions")
         opcode, encoding = _split_opcode(match.group(0))
         try:
-            operands, modifiers = _parse_body(opcode, line[match.end():].strip())
+            operands, modifiers = _parse_body(opcode, line[match.end() :].strip())
         except ValueError as error:
             raise AsmError(f"line {number}: {line}: {error}") from None
         item = Instruction(len(instructions), number, line, opcode, encoding, operands, modifiers, source=source)
@@ -330,5 +375,6 @@ def _read_metadata(text: str, kernels: dict[str, Kernel]) -> None:
                 arguments[-1][match.group(1)] = match.group(2)
         kernel.arguments = tuple(
             Argument(int(a["offset"]), int(a["size"]), a.get("value_kind", "by_value"), a.get("name"))
-            for a in arguments if "offset" in a and "size" in a
-        )  # fmt: skip
+            for a in arguments
+            if "offset" in a and "size" in a
+        )

@@ -108,9 +108,11 @@ class Waits:
             what = "read" if register in step.reads else "overwritten"
             source = entry.instruction
             self.report.add(
-                "wait", step.instruction, late,
+                "wait",
+                step.instruction,
+                late,
                 f"{register_name(register)} is {what} before an s_waitcnt {entry.counter} guarantees line {source.line}: {source.text}",
-            )  # fmt: skip
+            )
             entry.sequence = np.where(late, NEVER, entry.sequence)
 
     @staticmethod
@@ -132,7 +134,9 @@ class Waits:
 class LdsShadow:
     """Who touched each granule of LDS, in which barrier interval (epoch)."""
 
-    def __init__(self, lds: np.ndarray, state: State, waves_per_group: int, granule: int, waits: Waits, report: object) -> None:
+    def __init__(
+        self, lds: np.ndarray, state: State, waves_per_group: int, granule: int, waits: Waits, report: object
+    ) -> None:
         self.state, self.waits, self.report = state, waits, report
         self.granule = granule
         groups = state.waves // waves_per_group
@@ -164,12 +168,14 @@ class LdsShadow:
         for tags in (self.writer, self.reader, self.many_readers):
             tags.fill(NEVER)
         self.unretired.fill(-1)
-        self.by_load.fill(False)
+        self.by_load.fill(0)
         self.last_write.fill(0)
         self.any_load = self.any_unretired = self.any_unpublished = False
         self.read_log, self.unseen = [], []
 
-    def _cells(self, address: np.ndarray, nbytes: int, lanes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _cells(
+        self, address: np.ndarray, nbytes: int, lanes: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Granule numbers [lanes, granules], and tag, epoch and global wave [lanes, 1] of the accesses."""
         tag = (self.epoch << WAVE_BITS) | self.wave
         cell = address // self.granule + self.base[:, None]
@@ -184,7 +190,9 @@ class LdsShadow:
         cells = cell[:, None] + np.arange(count) if count > 1 else cell[:, None]
         return cells, tags[:, None], tags[:, None] >> WAVE_BITS, waves[:, None]
 
-    def _complain(self, kind: str, x: Instruction, bad: np.ndarray, waves: np.ndarray, cells: np.ndarray, text: str) -> None:
+    def _complain(
+        self, kind: str, x: Instruction, bad: np.ndarray, waves: np.ndarray, cells: np.ndarray, text: str
+    ) -> None:
         if bad.any():
             lane, part = (int(v[0]) for v in np.nonzero(np.broadcast_to(bad, cells.shape)))
             wave = int(np.broadcast_to(waves, cells.shape)[lane, part])
@@ -197,10 +205,19 @@ class LdsShadow:
         cells, tags, epochs, waves = self._cells(address, nbytes, lanes)
         writer = self.writer[cells]
         if int(writer.min()) == NEVER:
-            self._complain("lds-uninitialised", x, writer == NEVER, waves, cells, "LDS is read before anything wrote it")
+            self._complain(
+                "lds-uninitialised", x, writer == NEVER, waves, cells, "LDS is read before anything wrote it"
+            )
         foreign = writer != tags
         now = foreign & (writer >> WAVE_BITS == epochs)
-        self._complain("lds-race", x, now, waves, cells, "read after write (RAW): another wave wrote this LDS since the last barrier")
+        self._complain(
+            "lds-race",
+            x,
+            now,
+            waves,
+            cells,
+            "read after write (RAW): another wave wrote this LDS since the last barrier",
+        )
         if self.any_load or self.any_unpublished:
             self._check_published(x, cells, waves, foreign & ~now & (writer != NEVER))
         entry = _Read(cells, tags, waves, self.waits.issued["lgkmcnt"] + 1, self.state.group.copy())
@@ -233,7 +250,13 @@ class LdsShadow:
         self.unseen = []
 
     def write(
-        self, x: Instruction, address: np.ndarray, nbytes: int, lanes: np.ndarray | None, values: np.ndarray | None = None, load: bool = False
+        self,
+        x: Instruction,
+        address: np.ndarray,
+        nbytes: int,
+        lanes: np.ndarray | None,
+        values: np.ndarray | None = None,
+        load: bool = False,
     ) -> None:
         """Check an LDS write, before it happens. `values` [lanes, granules] are the new contents where they are known:
         two waves that write the same value do not race."""
@@ -275,7 +298,9 @@ class LdsShadow:
         self.any_unpublished |= bool((self.last_write > done)[released].any())
         if (self.waits.issued["lgkmcnt"] > done)[released].any():
             for entry in self.read_log:
-                open_read = np.broadcast_to(released[entry.waves] & (entry.sequence > done)[entry.waves], entry.cells.shape)
+                open_read = np.broadcast_to(
+                    released[entry.waves] & (entry.sequence > done)[entry.waves], entry.cells.shape
+                )
                 if open_read.any():
                     self.any_unretired = True
                     where, holder = entry.cells[open_read], np.broadcast_to(entry.waves, entry.cells.shape)[open_read]

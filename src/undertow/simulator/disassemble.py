@@ -17,12 +17,38 @@ NEEDED = (
     " or have llvm-objdump 19 or later on PATH (20 for gfx950)"
 )
 SPECIAL = {102: "flat_scratch", 104: "xnack_mask", 106: "vcc", 126: "exec"}
-SINGLE = {103: "flat_scratch_hi", 105: "xnack_mask_hi", 107: "vcc_hi", 124: "m0", 127: "exec_hi", 251: "src_vccz", 252: "src_execz", 253: "src_scc"}
-FLOATS = {240: "0.5", 241: "-0.5", 242: "1.0", 243: "-1.0", 244: "2.0", 245: "-2.0", 246: "4.0", 247: "-4.0", 248: "0.15915494"}
+SINGLE = {
+    103: "flat_scratch_hi",
+    105: "xnack_mask_hi",
+    107: "vcc_hi",
+    124: "m0",
+    127: "exec_hi",
+    251: "src_vccz",
+    252: "src_execz",
+    253: "src_scc",
+}
+FLOATS = {
+    240: "0.5",
+    241: "-0.5",
+    242: "1.0",
+    243: "-1.0",
+    244: "2.0",
+    245: "-2.0",
+    246: "4.0",
+    247: "-4.0",
+    248: "0.15915494",
+}
 SDWA_NAMES = ("BYTE_0", "BYTE_1", "BYTE_2", "BYTE_3", "WORD_0", "WORD_1", "DWORD")
 UNUSED_NAMES = ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE")
-RENAMED = {"v_readfirstlane_b32_e32": "v_readfirstlane_b32", "v_accvgpr_mov_b32_e32": "v_accvgpr_mov_b32", "v_accvgpr_write": "v_accvgpr_write_b32", "v_accvgpr_read": "v_accvgpr_read_b32"}
-RENAMED |= {f"v_mad_mix{part}": f"v_fma_mix{part}" for part in ("_f32", "lo_f16", "hi_f16")}  # gfx9's names of the encodings
+RENAMED = {
+    "v_readfirstlane_b32_e32": "v_readfirstlane_b32",
+    "v_accvgpr_mov_b32_e32": "v_accvgpr_mov_b32",
+    "v_accvgpr_write": "v_accvgpr_write_b32",
+    "v_accvgpr_read": "v_accvgpr_read_b32",
+}
+RENAMED |= {
+    f"v_mad_mix{part}": f"v_fma_mix{part}" for part in ("_f32", "lo_f16", "hi_f16")
+}  # gfx9's names of the encodings
 NO_OPERANDS = ("s_barrier", "s_endpgm", "s_dcache_wb", "s_dcache_inv", "s_icache_inv")
 
 
@@ -51,7 +77,9 @@ def _objdump(data: bytes, target: str) -> str:
         with tempfile.NamedTemporaryFile(suffix=".co") as file:
             file.write(data)
             file.flush()
-            done = subprocess.run([path, "-d", f"--mcpu={target}", file.name], capture_output=True, text=True, timeout=120, check=False)
+            done = subprocess.run(
+                [path, "-d", f"--mcpu={target}", file.name], capture_output=True, text=True, timeout=120, check=False
+            )
         if done.returncode == 0 and "<unknown>" not in done.stdout:
             return done.stdout
     raise RuntimeError(NEEDED)
@@ -107,10 +135,24 @@ class Decoded:
     def text(self) -> str:
         """The instruction."""
         writer = {
-            "SOP1": self._scalar, "SOP2": self._scalar, "SOPC": self._scalar, "SOPK": self._sopk, "SOPP": self._sopp, "SMEM": self._smem,
-            "VOP1": self._vop, "VOP2": self._vop, "VOPC": self._vop, "VOP3": self._vop3, "VOP3SD": self._vop3, "VOP3P": self._vop3p, "DS": self._ds,
-            "GLOBAL": self._flat, "FLAT": self._flat, "SCRATCH": self._scratch, "MUBUF": self._mubuf,
-        }.get(self.family)  # fmt: skip
+            "SOP1": self._scalar,
+            "SOP2": self._scalar,
+            "SOPC": self._scalar,
+            "SOPK": self._sopk,
+            "SOPP": self._sopp,
+            "SMEM": self._smem,
+            "VOP1": self._vop,
+            "VOP2": self._vop,
+            "VOPC": self._vop,
+            "VOP3": self._vop3,
+            "VOP3SD": self._vop3,
+            "VOP3P": self._vop3p,
+            "DS": self._ds,
+            "GLOBAL": self._flat,
+            "FLAT": self._flat,
+            "SCRATCH": self._scratch,
+            "MUBUF": self._mubuf,
+        }.get(self.family)
         if writer is None:
             raise ValueError(f"encoding {self.family} of {self.name}")
         operands, modifiers = writer()
@@ -154,7 +196,9 @@ class Decoded:
             place = f"hwreg({name}, {value >> 6 & 31}, {(value >> 11) + 1})"
             if self.name == "s_setreg_imm32_b32":
                 return [place, f"{self.get('literal'):#x}"], []
-            return ([place, self.register("sdst")] if self.name.startswith("s_set") else [self.register("sdst"), place]), []
+            return (
+                [place, self.register("sdst")] if self.name.startswith("s_set") else [self.register("sdst"), place]
+            ), []
         return [self.register("sdst"), f"{value & 0xFFFF:#x}"], []
 
     def _sopp(self) -> tuple[list[str], list[str]]:
@@ -172,7 +216,9 @@ class Decoded:
         offset = self.get("offset")
         offset -= 1 << 21 if offset & 1 << 20 else 0
         if self.get("soffset_en"):
-            return [self.register("sdata"), base, self.register("soffset")], [f"offset:{offset:#x}"] if self.get("imm") else []
+            return [self.register("sdata"), base, self.register("soffset")], [f"offset:{offset:#x}"] if self.get(
+                "imm"
+            ) else []
         return [self.register("sdata"), base, f"{offset:#x}" if self.get("imm") else self.register("soffset")], []
 
     # ------------------------------------------------------------------ vector
@@ -210,8 +256,16 @@ class Decoded:
     def _dpp_text(self) -> list[str]:
         code = self.get("dpp")
         names = {0x10: "row_shl", 0x11: "row_shr", 0x12: "row_ror", 0x15: "row_newbcast"}
-        single = {0x130: "wave_shl:1", 0x134: "wave_rol:1", 0x138: "wave_shr:1", 0x13C: "wave_ror:1", 0x140: "row_mirror", 0x141: "row_half_mirror",
-                  0x142: "row_bcast:15", 0x143: "row_bcast:31"}  # fmt: skip
+        single = {
+            0x130: "wave_shl:1",
+            0x134: "wave_rol:1",
+            0x138: "wave_shr:1",
+            0x13C: "wave_ror:1",
+            0x140: "row_mirror",
+            0x141: "row_half_mirror",
+            0x142: "row_bcast:15",
+            0x143: "row_bcast:31",
+        }
         if code < 0x100:
             pattern = f"quad_perm:[{','.join(str(code >> 2 * n & 3) for n in range(4))}]"
         elif code in single:
@@ -273,15 +327,19 @@ class Decoded:
         rows, depth, kind = SHAPES[self.name]
         wide, narrow = rows * rows // 2, int(depth * rows // 64 * REGISTERS_PER_ELEMENT[kind]) * 32
         operands = [
-            self.register("vdst", wide, result), self.register("src0", narrow, bool(acc & 1)),
-            self.register("src1", narrow, bool(acc >> 1 & 1)), self.register("src2", wide, result),
-        ]  # fmt: skip
+            self.register("vdst", wide, result),
+            self.register("src0", narrow, bool(acc & 1)),
+            self.register("src1", narrow, bool(acc >> 1 & 1)),
+            self.register("src2", wide, result),
+        ]
         return operands, [f"{n}:{v}" for n, v in extra.items() if v]
 
     # ------------------------------------------------------------------ memory
     def _ds(self) -> tuple[list[str], list[str]]:
         acc = bool(self.get("acc"))
-        out = [self.register(f, None, acc and f != "addr") for f in ("vdst", "addr", "data0", "data1") if f in self.sizes]
+        out = [
+            self.register(f, None, acc and f != "addr") for f in ("vdst", "addr", "data0", "data1") if f in self.sizes
+        ]
         if re.match(r"ds_(read|write)2", self.name):
             return out, [f"{n}:{self.get(n)}" for n in ("offset0", "offset1") if self.get(n)]
         offset = self.get("offset0") | self.get("offset1") << 8

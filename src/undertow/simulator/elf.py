@@ -11,9 +11,14 @@ MAX_ELF_BYTES = 512 << 20
 TARGETS = {0x4C: "gfx942", 0x4F: "gfx950"}  # low byte of e_flags
 NT_AMDGPU_METADATA = 32
 DESCRIPTOR_FLAGS = (
-    "user_sgpr_private_segment_buffer", "user_sgpr_dispatch_ptr", "user_sgpr_queue_ptr", "user_sgpr_kernarg_segment_ptr",
-    "user_sgpr_dispatch_id", "user_sgpr_flat_scratch_init", "user_sgpr_private_segment_size",
-)  # fmt: skip
+    "user_sgpr_private_segment_buffer",
+    "user_sgpr_dispatch_ptr",
+    "user_sgpr_queue_ptr",
+    "user_sgpr_kernarg_segment_ptr",
+    "user_sgpr_dispatch_id",
+    "user_sgpr_flat_scratch_init",
+    "user_sgpr_private_segment_size",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,9 @@ def _read(data: bytes) -> CodeObject:
     flags = struct.unpack_from("<I", data, 48)[0]
     target = TARGETS.get(flags & 0xFF)
     if target is None:
-        raise NotImplementedError(f"code object: machine flags {flags:#x}; the simulator models {', '.join(TARGETS.values())}")
+        raise NotImplementedError(
+            f"code object: machine flags {flags:#x}; the simulator models {', '.join(TARGETS.values())}"
+        )
     sections = _sections(data)
     if ".text" not in sections:
         raise ValueError("code object: no .text section")
@@ -102,11 +109,19 @@ def _descriptor(raw: bytes, name: str) -> Kernel:
     lds, scratch, kernarg = struct.unpack_from("<III", raw, 0)
     rsrc1, rsrc2, flags, preload = struct.unpack_from("<IIHH", raw, 48)
     directives = {
-        "group_segment_fixed_size": lds, "private_segment_fixed_size": scratch, "kernarg_size": kernarg,
-        "float_denorm_mode_32": rsrc1 >> 16 & 3, "float_denorm_mode_16_64": rsrc1 >> 18 & 3, "user_sgpr_count": rsrc2 >> 1 & 31,
-        "system_sgpr_workgroup_id_x": rsrc2 >> 7 & 1, "system_sgpr_workgroup_id_y": rsrc2 >> 8 & 1, "system_sgpr_workgroup_id_z": rsrc2 >> 9 & 1,
-        "system_vgpr_workitem_id": rsrc2 >> 11 & 3, "user_sgpr_kernarg_preload_length": preload & 127, "user_sgpr_kernarg_preload_offset": preload >> 7,
-    }  # fmt: skip
+        "group_segment_fixed_size": lds,
+        "private_segment_fixed_size": scratch,
+        "kernarg_size": kernarg,
+        "float_denorm_mode_32": rsrc1 >> 16 & 3,
+        "float_denorm_mode_16_64": rsrc1 >> 18 & 3,
+        "user_sgpr_count": rsrc2 >> 1 & 31,
+        "system_sgpr_workgroup_id_x": rsrc2 >> 7 & 1,
+        "system_sgpr_workgroup_id_y": rsrc2 >> 8 & 1,
+        "system_sgpr_workgroup_id_z": rsrc2 >> 9 & 1,
+        "system_vgpr_workitem_id": rsrc2 >> 11 & 3,
+        "user_sgpr_kernarg_preload_length": preload & 127,
+        "user_sgpr_kernarg_preload_offset": preload >> 7,
+    }
     directives |= {flag: flags >> bit & 1 for bit, flag in enumerate(DESCRIPTOR_FLAGS)}
     return Kernel(name, directives=directives)
 
@@ -130,7 +145,8 @@ def _apply_metadata(kernels: dict[str, Kernel], entry: dict) -> None:
         return
     kernel.metadata = {k[1:]: v for k, v in entry.items() if isinstance(v, int) and not isinstance(v, bool)}
     kernel.arguments = tuple(
-        Argument(a[".offset"], a[".size"], a.get(".value_kind", "by_value"), a.get(".name")) for a in entry.get(".args", [])
+        Argument(a[".offset"], a[".size"], a.get(".value_kind", "by_value"), a.get(".name"))
+        for a in entry.get(".args", [])
     )
 
 
@@ -150,10 +166,29 @@ def unpack(data: bytes, at: int) -> tuple[object, int]:
         return data[at : at + (tag & 31)].decode(), at + (tag & 31)
     if tag in (0xC0, 0xC2, 0xC3):
         return {0xC0: None, 0xC2: False, 0xC3: True}[tag], at
-    numbers = {0xCC: "B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: "b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q", 0xCA: ">f", 0xCB: ">d"}
+    numbers = {
+        0xCC: "B",
+        0xCD: ">H",
+        0xCE: ">I",
+        0xCF: ">Q",
+        0xD0: "b",
+        0xD1: ">h",
+        0xD2: ">i",
+        0xD3: ">q",
+        0xCA: ">f",
+        0xCB: ">d",
+    }
     if tag in numbers:
         return struct.unpack_from(numbers[tag], data, at)[0], at + struct.calcsize(numbers[tag])
-    sized = {0xD9: ("B", str), 0xDA: (">H", str), 0xDB: (">I", str), 0xDC: (">H", list), 0xDD: (">I", list), 0xDE: (">H", dict), 0xDF: (">I", dict)}
+    sized = {
+        0xD9: ("B", str),
+        0xDA: (">H", str),
+        0xDB: (">I", str),
+        0xDC: (">H", list),
+        0xDD: (">I", list),
+        0xDE: (">H", dict),
+        0xDF: (">I", dict),
+    }
     if tag not in sized:
         raise ValueError(f"code object: metadata tag {tag:#x}")
     layout, kind = sized[tag]

@@ -42,9 +42,16 @@ Arguments = Mapping[str, object] | Sequence[object]
 
 
 def isa(
-    text: str, kernel: str | None, grid: Grid, block: Grid, args: Arguments, *, dynamic_lds: int = 0, target: str | None = None,
+    text: str,
+    kernel: str | None,
+    grid: Grid,
+    block: Grid,
+    args: Arguments,
+    *,
+    dynamic_lds: int = 0,
+    target: str | None = None,
     options: Options = DEFAULT,
-) -> Report:  # fmt: skip
+) -> Report:
     """Run a kernel from LLVM assembly text with `.amdgpu_metadata` (what Triton, FlyDSL and hipcc write).
 
     grid: workgroups (int or up to 3); block: threads; args: one value per kernel argument, in order or by name: CPU torch
@@ -57,16 +64,31 @@ def isa(
 
 
 def code_object(
-    path: str | Path, kernel: str | None, grid: Grid, block: Grid, args: Arguments, *, dynamic_lds: int = 0, options: Options = DEFAULT
+    path: str | Path,
+    kernel: str | None,
+    grid: Grid,
+    block: Grid,
+    args: Arguments,
+    *,
+    dynamic_lds: int = 0,
+    options: Options = DEFAULT,
 ) -> Report:
     """Run a kernel of an AMD ELF code object (.co, .hsaco); needs the `simulator` extra (tinygrad) or llvm-objdump >= 19."""
     from .disassemble import load
 
-    return simulate_module(load(Path(path).read_bytes()), kernel, grid, block, args, dynamic_lds=dynamic_lds, options=options)
+    return simulate_module(
+        load(Path(path).read_bytes()), kernel, grid, block, args, dynamic_lds=dynamic_lds, options=options
+    )
 
 
 def triton(
-    jit_fn: object, grid: Grid | Callable, args: Arguments, target: str = "gfx942", *, options: Options = DEFAULT, **constexprs: object
+    jit_fn: object,
+    grid: Grid | Callable,
+    args: Arguments,
+    target: str = "gfx942",
+    *,
+    options: Options = DEFAULT,
+    **constexprs: object,
 ) -> Report:
     """Compile a @triton.jit function for an AMD target without a GPU, and run it on CPU tensors (written back).
 
@@ -79,7 +101,14 @@ def triton(
     if callable(grid):
         grid = grid(compiled.meta)
     return isa(
-        compiled.text, compiled.name, grid, compiled.threads, compiled.values, dynamic_lds=compiled.lds_bytes, target=target, options=options
+        compiled.text,
+        compiled.name,
+        grid,
+        compiled.threads,
+        compiled.values,
+        dynamic_lds=compiled.lds_bytes,
+        target=target,
+        options=options,
     )
 
 
@@ -122,13 +151,30 @@ def make_program(module: asm.Module, kernel: asm.Kernel, target: str | None, ext
     limit = LDS_LIMITS.get(chosen, 64 << 10)
     if lds > limit:
         raise ValueError(f"kernel {kernel.name!r} uses {lds} bytes of LDS; {chosen} has {limit}")
-    return Program(module, kernel.entry, chosen, max(vgprs, 1), agprs, lds, d.get("private_segment_fixed_size", 0), mode == 0, granule)
+    return Program(
+        module,
+        kernel.entry,
+        chosen,
+        max(vgprs, 1),
+        agprs,
+        lds,
+        d.get("private_segment_fixed_size", 0),
+        mode == 0,
+        granule,
+    )
 
 
 def simulate_module(
-    module: asm.Module, kernel: str | None, grid: Grid, block: Grid, args: Arguments, *, dynamic_lds: int = 0, target: str | None = None,
+    module: asm.Module,
+    kernel: str | None,
+    grid: Grid,
+    block: Grid,
+    args: Arguments,
+    *,
+    dynamic_lds: int = 0,
+    target: str | None = None,
     options: Options = DEFAULT,
-) -> Report:  # fmt: skip
+) -> Report:
     """Run a kernel of a parsed module; see `isa`."""
     chosen = module.kernel(kernel)
     program = make_program(module, chosen, target, dynamic_lds)
@@ -142,7 +188,11 @@ def simulate_module(
     arena = Arena(options.max_bytes)
     binding = Binding(arena, _named(args, chosen))
     _check_outputs(options.outputs, binding)
-    hidden = {f"hidden_{k}_{a}": v for k, s in (("block_count", grid3), ("group_size", block3)) for a, v in zip("xyz", s, strict=True)}
+    hidden = {
+        f"hidden_{k}_{a}": v
+        for k, s in (("block_count", grid3), ("group_size", block3))
+        for a, v in zip("xyz", s, strict=True)
+    }
     hidden["hidden_grid_dims"] = 3
     segment = binding.pack(chosen.arguments, chosen.directives.get("kernarg_size", 0), hidden)
     kernarg = arena.add(segment, "kernarg")
@@ -163,12 +213,32 @@ def simulate_module(
     buffers = {b.name: {"bytes": b.nbytes, "loaded": b.loaded, "stored": b.stored} for b in arena.buffers}
     resources = {k: v for k, v in chosen.metadata.items() if k in RESOURCES}
     return Report(
-        chosen.name, program.target, grid3, threads, steps, seconds, collector.findings(), opcodes, families, sources, moved, buffers,
-        banks if options.bank_model else None, resources,
-    )  # fmt: skip
+        chosen.name,
+        program.target,
+        grid3,
+        threads,
+        steps,
+        seconds,
+        collector.findings(),
+        opcodes,
+        families,
+        sources,
+        moved,
+        buffers,
+        banks if options.bank_model else None,
+        resources,
+    )
 
 
-RESOURCES = ("vgpr_count", "agpr_count", "sgpr_count", "vgpr_spill_count", "sgpr_spill_count", "group_segment_fixed_size", "private_segment_fixed_size")
+RESOURCES = (
+    "vgpr_count",
+    "agpr_count",
+    "sgpr_count",
+    "vgpr_spill_count",
+    "sgpr_spill_count",
+    "group_segment_fixed_size",
+    "private_segment_fixed_size",
+)
 
 
 def _named(args: Arguments, kernel: asm.Kernel) -> dict[str, object]:
@@ -184,7 +254,9 @@ def _named(args: Arguments, kernel: asm.Kernel) -> dict[str, object]:
 def _check_outputs(outputs: Sequence[str], binding: Binding) -> None:
     for name in outputs:
         if name not in binding.tensors:
-            raise ValueError(f"outputs: {name!r} is not a tensor argument; those are {', '.join(binding.tensors) or 'none'}")
+            raise ValueError(
+                f"outputs: {name!r} is not a tensor argument; those are {', '.join(binding.tensors) or 'none'}"
+            )
 
 
 def _check_written(outputs: Sequence[str], binding: Binding, collector: Collector) -> None:
@@ -205,7 +277,9 @@ def _dispatch_packet(grid: tuple[int, int, int], block: tuple[int, int, int]) ->
     return packet
 
 
-def _run_batches(program: Program, kernel: asm.Kernel, arena: Arena, collector: Collector, options: Options, launch: tuple):
+def _run_batches(
+    program: Program, kernel: asm.Kernel, arena: Arena, collector: Collector, options: Options, launch: tuple
+):
     grid, block, segment, kernarg, packet = launch
     threads = int(np.prod(block))
     waves = -(-threads // LANES)
@@ -228,15 +302,22 @@ def _run_batches(program: Program, kernel: asm.Kernel, arena: Arena, collector: 
     return machine.steps, machine.executed, machine.traffic, machine.bank_cycles
 
 
-def initialise(machine: Machine, kernel: asm.Kernel, ids: np.ndarray, block: tuple[int, int, int], memory: tuple) -> None:
+def initialise(
+    machine: Machine, kernel: asm.Kernel, ids: np.ndarray, block: tuple[int, int, int], memory: tuple
+) -> None:
     """Registers as the hardware hands them to a wave: user SGPRs, workgroup ids, packed thread ids, EXEC."""
     segment, kernarg, packet = memory
     state, d = machine.state, kernel.directives
     at = 0
     for name, words, value in (
-        ("private_segment_buffer", 4, 0), ("dispatch_ptr", 2, packet), ("queue_ptr", 2, 0), ("kernarg_segment_ptr", 2, kernarg),
-        ("dispatch_id", 2, 0), ("flat_scratch_init", 2, 0), ("private_segment_size", 1, 0),
-    ):  # fmt: skip
+        ("private_segment_buffer", 4, 0),
+        ("dispatch_ptr", 2, packet),
+        ("queue_ptr", 2, 0),
+        ("kernarg_segment_ptr", 2, kernarg),
+        ("dispatch_id", 2, 0),
+        ("flat_scratch_init", 2, 0),
+        ("private_segment_size", 1, 0),
+    ):
         if d.get(f"user_sgpr_{name}", 0):
             for j in range(words):
                 state.s[:, at + j] = (value >> (32 * j)) & 0xFFFFFFFF

@@ -9,7 +9,17 @@ import numpy as np
 
 from .asm import Instruction
 from .isa import Builder, Handler
-from .memory import Atomic, Element, _compare_swap, _exchange, _packed_bf16_add, _packed_f16_add, apply_atomic, narrow_source, place_narrow
+from .memory import (
+    Atomic,
+    Element,
+    _compare_swap,
+    _exchange,
+    _packed_bf16_add,
+    _packed_f16_add,
+    apply_atomic,
+    narrow_source,
+    place_narrow,
+)
 from .state import LANES, State, f32, i32, i64, u32
 from .vector_memory import issue
 
@@ -17,20 +27,47 @@ Run = Callable[[], "int | None"]
 BANKS = 32
 
 READS = {
-    "b32": Element(4), "b64": Element(8), "b96": Element(12), "b128": Element(16), "u8": Element(1), "i8": Element(1, True),
-    "u16": Element(2), "i16": Element(2, True), "u8_d16": Element(1, False, 0), "u8_d16_hi": Element(1, False, 1),
-    "i8_d16": Element(1, True, 0), "i8_d16_hi": Element(1, True, 1), "u16_d16": Element(2, False, 0), "u16_d16_hi": Element(2, False, 1),
-}  # fmt: skip
+    "b32": Element(4),
+    "b64": Element(8),
+    "b96": Element(12),
+    "b128": Element(16),
+    "u8": Element(1),
+    "i8": Element(1, signed=True),
+    "u16": Element(2),
+    "i16": Element(2, signed=True),
+    "u8_d16": Element(1, half=0),
+    "u8_d16_hi": Element(1, half=1),
+    "i8_d16": Element(1, signed=True, half=0),
+    "i8_d16_hi": Element(1, signed=True, half=1),
+    "u16_d16": Element(2, half=0),
+    "u16_d16_hi": Element(2, half=1),
+}
 WRITES = {
-    "b32": Element(4), "b64": Element(8), "b96": Element(12), "b128": Element(16), "b8": Element(1), "b16": Element(2),
-    "b8_d16_hi": Element(1, False, 1), "b16_d16_hi": Element(2, False, 1),
-}  # fmt: skip
+    "b32": Element(4),
+    "b64": Element(8),
+    "b96": Element(12),
+    "b128": Element(16),
+    "b8": Element(1),
+    "b16": Element(2),
+    "b8_d16_hi": Element(1, half=1),
+    "b16_d16_hi": Element(2, half=1),
+}
 LDS_ATOMICS = {
-    "add_u32": Atomic(u32, np.add), "sub_u32": Atomic(u32, np.subtract), "min_i32": Atomic(i32, np.minimum), "max_i32": Atomic(i32, np.maximum),
-    "min_u32": Atomic(u32, np.minimum), "max_u32": Atomic(u32, np.maximum), "and_b32": Atomic(u32, np.bitwise_and), "or_b32": Atomic(u32, np.bitwise_or),
-    "xor_b32": Atomic(u32, np.bitwise_xor), "add_f32": Atomic(f32, np.add), "min_f32": Atomic(f32, np.fmin), "max_f32": Atomic(f32, np.fmax),
-    "pk_add_f16": Atomic(u32, _packed_f16_add), "pk_add_bf16": Atomic(u32, _packed_bf16_add),
-}  # fmt: skip
+    "add_u32": Atomic(u32, np.add),
+    "sub_u32": Atomic(u32, np.subtract),
+    "min_i32": Atomic(i32, np.minimum),
+    "max_i32": Atomic(i32, np.maximum),
+    "min_u32": Atomic(u32, np.minimum),
+    "max_u32": Atomic(u32, np.maximum),
+    "and_b32": Atomic(u32, np.bitwise_and),
+    "or_b32": Atomic(u32, np.bitwise_or),
+    "xor_b32": Atomic(u32, np.bitwise_xor),
+    "add_f32": Atomic(f32, np.add),
+    "min_f32": Atomic(f32, np.fmin),
+    "max_f32": Atomic(f32, np.fmax),
+    "pk_add_f16": Atomic(u32, _packed_f16_add),
+    "pk_add_bf16": Atomic(u32, _packed_bf16_add),
+}
 
 
 class LocalMemory:
@@ -52,10 +89,21 @@ class LocalMemory:
         if bad.any():
             wave, lane = (int(v[0]) for v in np.nonzero(bad))
             text = f"{what} of {nbytes} bytes at LDS address {int(np.broadcast_to(address, bad.shape)[wave, lane])}; the kernel has {self.nbytes} bytes"
-            self.machine.report.add_at("lds-bounds", x, wave, lane=lane, address=int(address[wave, lane]), text=text, count=int(bad.sum()), key=what)
+            self.machine.report.add_at(
+                "lds-bounds",
+                x,
+                wave,
+                lane=lane,
+                address=int(address[wave, lane]),
+                text=text,
+                count=int(bad.sum()),
+                key=what,
+            )
         return valid
 
-    def locate(self, x: Instruction, address: np.ndarray, nbytes: int, what: str) -> tuple[np.ndarray, np.ndarray | None]:
+    def locate(
+        self, x: Instruction, address: np.ndarray, nbytes: int, what: str
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Absolute byte index [waves, lanes] of u32 addresses, and the lanes that execute (None for all)."""
         state = self.state
         lanes = None if state.full else state.mask
@@ -69,7 +117,16 @@ class LocalMemory:
             bad = (used & u32(align - 1)) != 0
             wave, lane = (int(v[0]) for v in np.nonzero(bad))
             text = f"{what} of {nbytes} bytes at LDS address {int(used[wave, lane])} is not aligned to {align}"
-            self.machine.report.add_at("misaligned", x, wave, lane=lane, address=int(used[wave, lane]), text=text, count=int(bad.sum()), key=what)
+            self.machine.report.add_at(
+                "misaligned",
+                x,
+                wave,
+                lane=lane,
+                address=int(used[wave, lane]),
+                text=text,
+                count=int(bad.sum()),
+                key=what,
+            )
             used = used & ~u32(align - 1)
         self._count(x, lanes, nbytes)
         return used.astype(i64) + self.base, lanes
@@ -85,7 +142,15 @@ class LocalMemory:
         if self.machine.checks is not None and (lanes is None or lanes.any()):
             self.machine.checks.lds.read(x, index - self.base, nbytes, lanes)
 
-    def shadow_write(self, x: Instruction, address: np.ndarray, nbytes: int, lanes: np.ndarray | None, values: np.ndarray | None, load: bool = False) -> None:
+    def shadow_write(
+        self,
+        x: Instruction,
+        address: np.ndarray,
+        nbytes: int,
+        lanes: np.ndarray | None,
+        values: np.ndarray | None,
+        load: bool = False,
+    ) -> None:
         """Tell the checks about a write of LDS addresses [waves, lanes], before it happens."""
         if self.machine.checks is not None and (lanes is None or lanes.any()):
             self.machine.checks.lds.write(x, address, nbytes, lanes, values, load)
@@ -98,20 +163,20 @@ def ds_address(b: Builder, position: int, offset: int) -> Callable[[], np.ndarra
     return lambda: register + offset
 
 
-def _offsets(b: Builder, element: Element, pair: bool, stride64: bool) -> list[int]:
-    if not pair:
+def _offsets(b: Builder, element: Element, stride: int) -> list[int]:
+    if not stride:
         return [b.integer("offset")]
-    unit = element.nbytes * (64 if stride64 else 1)
+    unit = element.nbytes * stride
     return [b.integer("offset0") * unit, b.integer("offset1") * unit]
 
 
-def read_handler(element: Element, pair: bool = False, stride64: bool = False) -> Handler:
-    """ds_read and ds_read2."""
+def read_handler(element: Element, stride: int = 0) -> Handler:
+    """ds_read, and ds_read2 with offsets in units of `stride` elements."""
 
     def build(b: Builder) -> Run:
         b.expect(2)
-        b.allow(*(("offset0", "offset1") if pair else ("offset",)))
-        offsets = _offsets(b, element, pair, stride64)
+        b.allow(*(("offset0", "offset1") if stride else ("offset",)))
+        offsets = _offsets(b, element, stride)
         total = element.registers * len(offsets)
         registers = frozenset(b.numbers(b.operands[0], total))
         block = b.state.block(b.write(b.operands[0], total), total)
@@ -152,14 +217,16 @@ def read_handler(element: Element, pair: bool = False, stride64: bool = False) -
     return build
 
 
-def write_handler(element: Element, pair: bool = False, stride64: bool = False) -> Handler:
-    """ds_write and ds_write2."""
+def write_handler(element: Element, stride: int = 0) -> Handler:
+    """ds_write, and ds_write2 with offsets in units of `stride` elements."""
 
     def build(b: Builder) -> Run:
-        b.expect(3 if pair else 2)
-        b.allow(*(("offset0", "offset1") if pair else ("offset",)))
-        offsets = _offsets(b, element, pair, stride64)
-        blocks = [b.state.block(b.read(b.operands[1 + p], element.registers), element.registers) for p in range(len(offsets))]
+        b.expect(3 if stride else 2)
+        b.allow(*(("offset0", "offset1") if stride else ("offset",)))
+        offsets = _offsets(b, element, stride)
+        blocks = [
+            b.state.block(b.read(b.operands[1 + p], element.registers), element.registers) for p in range(len(offsets))
+        ]
         locators = [ds_address(b, 0, o) for o in offsets]
         machine, local, x, done = b.machine, b.machine.lds, b.instruction, issue(b, "lgkmcnt", frozenset())
         narrow = element.nbytes < 4
@@ -356,7 +423,10 @@ def bank_conflicts(index: np.ndarray, nbytes: int, lanes: np.ndarray | None) -> 
     fresh = np.ones(cells.shape, bool)
     fresh[..., 1:] = cells[..., 1:] != cells[..., :-1]
     rows = np.arange(cells.shape[0] * cells.shape[1]).repeat(cells.shape[2])
-    counts = np.bincount(rows[fresh.reshape(-1)] * BANKS + (cells & (BANKS - 1)).reshape(-1)[fresh.reshape(-1)], minlength=rows[-1] * BANKS + BANKS)
+    counts = np.bincount(
+        rows[fresh.reshape(-1)] * BANKS + (cells & (BANKS - 1)).reshape(-1)[fresh.reshape(-1)],
+        minlength=rows[-1] * BANKS + BANKS,
+    )
     return int((counts.reshape(-1, BANKS).max(1) - 1).sum())
 
 
@@ -365,17 +435,21 @@ def handlers() -> dict[str, Handler]:
     table: dict[str, Handler] = {f"ds_read_{name}": read_handler(row) for name, row in READS.items()}
     table |= {f"ds_write_{name}": write_handler(row) for name, row in WRITES.items()}
     for name in ("b32", "b64"):
-        for suffix, stride in (("", False), ("st64", True)):
-            table[f"ds_read2{suffix}_{name}"] = read_handler(READS[name], True, stride)
-            table[f"ds_write2{suffix}_{name}"] = write_handler(WRITES[name], True, stride)
+        for suffix, stride in (("", 1), ("st64", 64)):
+            table[f"ds_read2{suffix}_{name}"] = read_handler(READS[name], stride)
+            table[f"ds_write2{suffix}_{name}"] = write_handler(WRITES[name], stride)
     for name, row in LDS_ATOMICS.items():
         stem, _, kind = name.rpartition("_")
-        table[f"ds_{name}"] = atomic_handler(row, False)
-        table[f"ds_{stem}_rtn_{kind}"] = atomic_handler(row, True)
+        table[f"ds_{name}"] = atomic_handler(row, returns=False)
+        table[f"ds_{stem}_rtn_{kind}"] = atomic_handler(row, returns=True)
     table |= {
-        "ds_wrxchg_rtn_b32": atomic_handler(Atomic(u32, _exchange), True),
-        "ds_cmpst_rtn_b32": atomic_handler(Atomic(u32, lambda old, expected, new: _compare_swap(old, new, expected), 2), True),
-        "ds_bpermute_b32": shuffle_handler("pull"), "ds_permute_b32": shuffle_handler("push"), "ds_swizzle_b32": _swizzle,
+        "ds_wrxchg_rtn_b32": atomic_handler(Atomic(u32, _exchange), returns=True),
+        "ds_cmpst_rtn_b32": atomic_handler(
+            Atomic(u32, lambda old, expected, new: _compare_swap(old, new, expected), 2), True
+        ),
+        "ds_bpermute_b32": shuffle_handler("pull"),
+        "ds_permute_b32": shuffle_handler("push"),
+        "ds_swizzle_b32": _swizzle,
         "ds_read_b64_tr_b16": _read_transposed,
-    }  # fmt: skip
+    }
     return table

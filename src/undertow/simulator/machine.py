@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import local_memory, matrix, salu, valu, vector_memory
+from . import control, lane_moves, local_memory, matrix, packed, salu, small_memory, valu, vector_memory
 from .arena import Arena
 from .asm import Instruction, Module
 from .checks import Checks
@@ -20,9 +20,9 @@ from .local_memory import LocalMemory, bank_conflicts
 from .report import Collector
 from .state import LANES, State
 
-TABLE: dict[str, Handler] = {
-    **valu.handlers(), **salu.handlers(), **matrix.handlers(), **vector_memory.handlers(), **local_memory.handlers()
-}  # fmt: skip
+TABLE: dict[str, Handler] = {}
+for _part in (valu, packed, lane_moves, salu, control, matrix, vector_memory, small_memory, local_memory):
+    TABLE |= _part.handlers()
 MAX_STEPS = 20_000_000
 PATIENCE = 256  # backward jumps of one group before waiting groups get a turn
 REGISTER_BYTES = 384 << 20
@@ -59,7 +59,9 @@ class _Group:
 class Machine:
     """One batch of workgroups. Built once, run for every batch."""
 
-    def __init__(self, program: Program, arena: Arena, waves: int, waves_per_group: int, report: Collector, options: object) -> None:
+    def __init__(
+        self, program: Program, arena: Arena, waves: int, waves_per_group: int, report: Collector, options: object
+    ) -> None:
         self.program, self.arena, self.report = program, arena, report
         self.instructions = program.module.instructions
         has_setreg = any(x.opcode.startswith("s_setreg") for x in self.instructions)
@@ -70,7 +72,9 @@ class Machine:
         words = -(-program.scratch_bytes // 4)
         self.scratch = np.zeros((words, waves, LANES), np.uint32)
         self.scratch_written = np.zeros((words, waves, LANES), bool)
-        self.checks = Checks(self.lds.octets, self.state, waves_per_group, program.granule, report) if options.checks else None
+        self.checks = (
+            Checks(self.lds.octets, self.state, waves_per_group, program.granule, report) if options.checks else None
+        )
         self.bank_model = options.bank_model
         self.bank_cycles = 0
         self.rng = None if options.seed is None else np.random.default_rng(options.seed)
@@ -100,7 +104,7 @@ class Machine:
         self.state.reset()
         self.lds.octets.fill(0)
         self.scratch.fill(0xDEADBEEF)
-        self.scratch_written.fill(False)
+        self.scratch_written.fill(0)
         if self.checks is not None:
             self.checks.reset()
 
@@ -174,7 +178,9 @@ class Machine:
                 limit = min((g.pc for g in self.ready if g.priority == group.priority and g.pc > pc), default=1 << 60)
                 continue
             if self.steps > self.max_steps:
-                raise self.error(step.instruction, f"more than max_steps={self.max_steps} steps; a runaway loop, or raise max_steps")
+                raise self.error(
+                    step.instruction, f"more than max_steps={self.max_steps} steps; a runaway loop, or raise max_steps"
+                )
             if outcome == BRANCH:
                 here = pc
                 pc = self._branch(step.instruction, group, pc)
@@ -249,7 +255,9 @@ class Machine:
         mixed = (places.max(1) != low) & (places.max(1) >= 0)
         if mixed.any() and self.checks is not None:
             waves = np.repeat(mixed, self.waves_per_group) & free
-            self.report.add("barrier-divergence", x, waves, "waves of one workgroup meet at different s_barrier instructions")
+            self.report.add(
+                "barrier-divergence", x, waves, "waves of one workgroup meet at different s_barrier instructions"
+            )
 
 
 def batch_size(program: Program, waves_per_group: int, groups: int) -> int:
@@ -257,4 +265,3 @@ def batch_size(program: Program, waves_per_group: int, groups: int) -> int:
     registers = (program.vgprs + program.agprs) * LANES * 4 + program.scratch_bytes * LANES
     per_group = waves_per_group * registers + program.lds_bytes * 12
     return max(1, min(groups, MAX_WAVES // waves_per_group, REGISTER_BYTES // max(per_group, 1)))
-

@@ -18,18 +18,29 @@ Run = Callable[[], "int | None"]
 
 # opcode: rows, depth, element type of A and B
 SHAPES: dict[str, tuple[int, int, str]] = {
-    "v_mfma_f32_16x16x16_f16": (16, 16, "f16"), "v_mfma_f32_32x32x8_f16": (32, 8, "f16"),
-    "v_mfma_f32_16x16x16_bf16": (16, 16, "bf16"), "v_mfma_f32_32x32x8_bf16": (32, 8, "bf16"),
-    "v_mfma_f32_16x16x16_bf16_1k": (16, 16, "bf16"), "v_mfma_f32_32x32x8_bf16_1k": (32, 8, "bf16"),
-    "v_mfma_f32_16x16x16bf16_1k": (16, 16, "bf16"), "v_mfma_f32_32x32x8bf16_1k": (32, 8, "bf16"),
-    "v_mfma_f32_16x16x16f16": (16, 16, "f16"), "v_mfma_f32_32x32x8f16": (32, 8, "f16"),
-    "v_mfma_f32_16x16x32_f16": (16, 32, "f16"), "v_mfma_f32_32x32x16_f16": (32, 16, "f16"),
-    "v_mfma_f32_16x16x32_bf16": (16, 32, "bf16"), "v_mfma_f32_32x32x16_bf16": (32, 16, "bf16"),
-    "v_mfma_f32_16x16x4_f32": (16, 4, "f32"), "v_mfma_f32_32x32x2_f32": (32, 2, "f32"),
-    "v_mfma_f32_16x16x4f32": (16, 4, "f32"), "v_mfma_f32_32x32x2f32": (32, 2, "f32"),
-    "v_mfma_f32_16x16x8_xf32": (16, 8, "xf32"), "v_mfma_f32_32x32x4_xf32": (32, 4, "xf32"),
-    "v_mfma_i32_16x16x32_i8": (16, 32, "i8"), "v_mfma_i32_32x32x16_i8": (32, 16, "i8"),
-}  # fmt: skip
+    "v_mfma_f32_16x16x16_f16": (16, 16, "f16"),
+    "v_mfma_f32_32x32x8_f16": (32, 8, "f16"),
+    "v_mfma_f32_16x16x16_bf16": (16, 16, "bf16"),
+    "v_mfma_f32_32x32x8_bf16": (32, 8, "bf16"),
+    "v_mfma_f32_16x16x16_bf16_1k": (16, 16, "bf16"),
+    "v_mfma_f32_32x32x8_bf16_1k": (32, 8, "bf16"),
+    "v_mfma_f32_16x16x16bf16_1k": (16, 16, "bf16"),
+    "v_mfma_f32_32x32x8bf16_1k": (32, 8, "bf16"),
+    "v_mfma_f32_16x16x16f16": (16, 16, "f16"),
+    "v_mfma_f32_32x32x8f16": (32, 8, "f16"),
+    "v_mfma_f32_16x16x32_f16": (16, 32, "f16"),
+    "v_mfma_f32_32x32x16_f16": (32, 16, "f16"),
+    "v_mfma_f32_16x16x32_bf16": (16, 32, "bf16"),
+    "v_mfma_f32_32x32x16_bf16": (32, 16, "bf16"),
+    "v_mfma_f32_16x16x4_f32": (16, 4, "f32"),
+    "v_mfma_f32_32x32x2_f32": (32, 2, "f32"),
+    "v_mfma_f32_16x16x4f32": (16, 4, "f32"),
+    "v_mfma_f32_32x32x2f32": (32, 2, "f32"),
+    "v_mfma_f32_16x16x8_xf32": (16, 8, "xf32"),
+    "v_mfma_f32_32x32x4_xf32": (32, 4, "xf32"),
+    "v_mfma_i32_16x16x32_i8": (16, 32, "i8"),
+    "v_mfma_i32_32x32x16_i8": (32, 16, "i8"),
+}
 REGISTERS_PER_ELEMENT = {"f16": 0.5, "bf16": 0.5, "f32": 1, "xf32": 1, "i8": 0.25}
 
 

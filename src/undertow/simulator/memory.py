@@ -26,14 +26,31 @@ class Element:
 
 
 LOADS = {
-    "dword": Element(4), "dwordx2": Element(8), "dwordx3": Element(12), "dwordx4": Element(16), "ubyte": Element(1), "sbyte": Element(1, True),
-    "ushort": Element(2), "sshort": Element(2, True), "ubyte_d16": Element(1, False, 0), "ubyte_d16_hi": Element(1, False, 1),
-    "sbyte_d16": Element(1, True, 0), "sbyte_d16_hi": Element(1, True, 1), "short_d16": Element(2, False, 0), "short_d16_hi": Element(2, False, 1),
-}  # fmt: skip
+    "dword": Element(4),
+    "dwordx2": Element(8),
+    "dwordx3": Element(12),
+    "dwordx4": Element(16),
+    "ubyte": Element(1),
+    "sbyte": Element(1, signed=True),
+    "ushort": Element(2),
+    "sshort": Element(2, signed=True),
+    "ubyte_d16": Element(1, half=0),
+    "ubyte_d16_hi": Element(1, half=1),
+    "sbyte_d16": Element(1, signed=True, half=0),
+    "sbyte_d16_hi": Element(1, signed=True, half=1),
+    "short_d16": Element(2, half=0),
+    "short_d16_hi": Element(2, half=1),
+}
 STORES = {
-    "dword": Element(4), "dwordx2": Element(8), "dwordx3": Element(12), "dwordx4": Element(16), "byte": Element(1), "short": Element(2),
-    "byte_d16_hi": Element(1, False, 1), "short_d16_hi": Element(2, False, 1),
-}  # fmt: skip
+    "dword": Element(4),
+    "dwordx2": Element(8),
+    "dwordx3": Element(12),
+    "dwordx4": Element(16),
+    "byte": Element(1),
+    "short": Element(2),
+    "byte_d16_hi": Element(1, half=1),
+    "short_d16_hi": Element(2, half=1),
+}
 
 
 def place_narrow(element: Element, raw: np.ndarray, old: np.ndarray) -> np.ndarray:
@@ -93,19 +110,38 @@ def _compare_swap(old: np.ndarray, new: np.ndarray, expected: np.ndarray) -> np.
 
 
 ATOMICS = {
-    "add": Atomic(u32, np.add), "sub": Atomic(u32, np.subtract), "smin": Atomic(i32, np.minimum), "umin": Atomic(u32, np.minimum),
-    "smax": Atomic(i32, np.maximum), "umax": Atomic(u32, np.maximum), "and": Atomic(u32, np.bitwise_and), "or": Atomic(u32, np.bitwise_or),
-    "xor": Atomic(u32, np.bitwise_xor), "inc": Atomic(u32, _increment), "dec": Atomic(u32, _decrement), "swap": Atomic(u32, _exchange),
-    "cmpswap": Atomic(u32, _compare_swap, 2), "add_f32": Atomic(f32, np.add), "pk_add_f16": Atomic(u32, _packed_f16_add),
-    "pk_add_bf16": Atomic(u32, _packed_bf16_add), "add_f64": Atomic(f64, np.add), "min_f64": Atomic(f64, np.fmin), "max_f64": Atomic(f64, np.fmax),
-}  # fmt: skip
+    "add": Atomic(u32, np.add),
+    "sub": Atomic(u32, np.subtract),
+    "smin": Atomic(i32, np.minimum),
+    "umin": Atomic(u32, np.minimum),
+    "smax": Atomic(i32, np.maximum),
+    "umax": Atomic(u32, np.maximum),
+    "and": Atomic(u32, np.bitwise_and),
+    "or": Atomic(u32, np.bitwise_or),
+    "xor": Atomic(u32, np.bitwise_xor),
+    "inc": Atomic(u32, _increment),
+    "dec": Atomic(u32, _decrement),
+    "swap": Atomic(u32, _exchange),
+    "cmpswap": Atomic(u32, _compare_swap, 2),
+    "add_f32": Atomic(f32, np.add),
+    "pk_add_f16": Atomic(u32, _packed_f16_add),
+    "pk_add_bf16": Atomic(u32, _packed_bf16_add),
+    "add_f64": Atomic(f64, np.add),
+    "min_f64": Atomic(f64, np.fmin),
+    "max_f64": Atomic(f64, np.fmax),
+}
 ATOMICS |= {
-    f"{name}_x2": Atomic(i64 if name[0] == "s" and name != "sub" and name != "swap" else u64, row.function, row.operands)
-    for name, row in ATOMICS.items() if name in ("add", "sub", "smin", "umin", "smax", "umax", "and", "or", "xor", "inc", "dec", "swap", "cmpswap")
-}  # fmt: skip
+    f"{name}_x2": Atomic(
+        i64 if name[0] == "s" and name != "sub" and name != "swap" else u64, row.function, row.operands
+    )
+    for name, row in ATOMICS.items()
+    if name in ("add", "sub", "smin", "umin", "smax", "umax", "and", "or", "xor", "inc", "dec", "swap", "cmpswap")
+}
 
 
-def apply_atomic(atomic: Atomic, memory: np.ndarray, index: np.ndarray, operands: list[np.ndarray], returns: bool) -> np.ndarray | None:
+def apply_atomic(
+    atomic: Atomic, memory: np.ndarray, index: np.ndarray, operands: list[np.ndarray], returns: bool
+) -> np.ndarray | None:
     """Run the accesses one after another in the given order on a typed view of memory; old values if `returns`."""
     if not returns and isinstance(atomic.function, np.ufunc):
         atomic.function.at(memory, index, operands[0])

@@ -13,10 +13,18 @@ from .asm import Instruction
 MAX_FINDINGS = 200
 NOTES = frozenset({"barrier-order"})
 GROUPS = (
-    ("mfma", ("v_mfma", "v_smfma")), ("accvgpr", ("v_accvgpr",)), ("lds", ("ds_",)), ("spill", ("scratch_",)),
-    ("atomic", ("global_atomic", "buffer_atomic", "flat_atomic")), ("vmem", ("global_", "buffer_", "flat_")), ("smem", ("s_load", "s_buffer_load")),
-    ("barrier", ("s_barrier",)), ("wait", ("s_waitcnt",)), ("valu", ("v_",)), ("salu", ("s_",)),
-)  # fmt: skip
+    ("mfma", ("v_mfma", "v_smfma")),
+    ("accvgpr", ("v_accvgpr",)),
+    ("lds", ("ds_",)),
+    ("spill", ("scratch_",)),
+    ("atomic", ("global_atomic", "buffer_atomic", "flat_atomic")),
+    ("vmem", ("global_", "buffer_", "flat_")),
+    ("smem", ("s_load", "s_buffer_load")),
+    ("barrier", ("s_barrier",)),
+    ("wait", ("s_waitcnt",)),
+    ("valu", ("v_",)),
+    ("salu", ("s_",)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,12 @@ class Report:
         counters = Table(title=title)
         counters.add_column("counter")
         counters.add_column("value", justify="right")
-        rows = {"wave-instructions": self.wave_instructions, **self.groups, **{f"{k} bytes": v for k, v in self.bytes_moved.items()}, **self.resources}
+        rows = {
+            "wave-instructions": self.wave_instructions,
+            **self.groups,
+            **{f"{k} bytes": v for k, v in self.bytes_moved.items()},
+            **self.resources,
+        }
         if self.bank_conflict_cycles_model is not None:
             rows["LDS bank conflict cycles (model)"] = self.bank_conflict_cycles_model
         for name, value in rows.items():
@@ -128,9 +141,17 @@ class Collector:
         self.add_at(kind, x, wave, text=message, count=int(np.count_nonzero(waves)))
 
     def add_at(
-        self, kind: str, x: Instruction | None, wave: int | None, *, text: str, count: int = 1, lane: int | None = None,
-        address: int | None = None, key: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        x: Instruction | None,
+        wave: int | None,
+        *,
+        text: str,
+        count: int = 1,
+        lane: int | None = None,
+        address: int | None = None,
+        key: str | None = None,
+    ) -> None:
         """A finding at one wave; `key` groups repeats whose texts differ."""
         name = (kind, x.index if x else -1, key or text)
         draft = self.drafts.get(name)

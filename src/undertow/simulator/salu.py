@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import numpy as np
 
-from .asm import EXEC, VCC
-from .isa import BARRIER, BRANCH, END, PAUSE, Builder, Handler
+from .asm import EXEC
+from .isa import Builder, Handler
 from .lane_ops import count_ones, field, first_high, first_low, reverse_bits, signed_field
 from .state import WIDTH, i32, i64, u32, u64
 
@@ -74,13 +73,19 @@ def _keep(function: Callable) -> Callable:
 
 def _bitwise(name: str, bits: str) -> Callable:
     functions = {
-        "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "andn2": lambda a, b: a & ~b,
-        "orn2": lambda a, b: a | ~b, "nand": lambda a, b: ~(a & b), "nor": lambda a, b: ~(a | b), "xnor": lambda a, b: ~(a ^ b),
-    }  # fmt: skip
+        "and": lambda a, b: a & b,
+        "or": lambda a, b: a | b,
+        "xor": lambda a, b: a ^ b,
+        "andn2": lambda a, b: a & ~b,
+        "orn2": lambda a, b: a | ~b,
+        "nand": lambda a, b: ~(a & b),
+        "nor": lambda a, b: ~(a | b),
+        "xnor": lambda a, b: ~(a ^ b),
+    }
     return functions[name]
 
 
-def _shift(right: bool, bits: int) -> Callable:
+def _shift(bits: int, right: bool) -> Callable:
     def shift(a: np.ndarray, n: np.ndarray) -> np.ndarray:
         n = (n & u32(bits - 1)).astype(a.dtype)
         return a >> n if right else a << n
@@ -120,6 +125,7 @@ def _high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _bit_mask(bits: int) -> Callable:
     wide = u32 if bits == 32 else u64
+
     def mask(width: np.ndarray, start: np.ndarray) -> np.ndarray:
         width, start = (width & u32(bits - 1)).astype(wide), (start & u32(bits - 1)).astype(wide)
         return ((wide(1) << width) - wide(1)) << start
@@ -146,39 +152,75 @@ def _first64(find: Callable, from_low: bool) -> Callable:
 
 # opcode: result type, source types, function(*sources, scc) -> (value, new SCC or None)
 ARITHMETIC: dict[str, tuple[str, str, Callable]] = {
-    "s_add_u32": ("u32", "u32 u32", _add), "s_addc_u32": ("u32", "u32 u32", _addc), "s_sub_u32": ("u32", "u32 u32", _sub),
-    "s_subb_u32": ("u32", "u32 u32", _subb), "s_add_i32": ("i32", "i32 i32", _add_signed), "s_sub_i32": ("i32", "i32 i32", _sub_signed),
-    "s_mul_i32": ("u32", "u32 u32", _keep(np.multiply)), "s_mul_hi_u32": ("u32", "u32 u32", _keep(_high)), "s_mul_hi_i32": ("i32", "i32 i32", _keep(_high)),
-    "s_max_i32": ("i32", "i32 i32", _chosen(np.maximum, np.greater_equal)), "s_min_i32": ("i32", "i32 i32", _chosen(np.minimum, np.less)),
-    "s_max_u32": ("u32", "u32 u32", _chosen(np.maximum, np.greater_equal)), "s_min_u32": ("u32", "u32 u32", _chosen(np.minimum, np.less)),
-    "s_mov_b32": ("u32", "u32", _keep(lambda a: a)), "s_mov_b64": ("u64", "u64", _keep(lambda a: a)),
-    "s_not_b32": ("u32", "u32", _nonzero(np.invert)), "s_not_b64": ("u64", "u64", _nonzero(np.invert)), "s_abs_i32": ("i32", "i32", _nonzero(_abs)),
-    "s_brev_b32": ("u32", "u32", _keep(reverse_bits)), "s_bcnt1_i32_b32": ("u32", "u32", _nonzero(count_ones)), "s_bcnt1_i32_b64": ("u32", "u64", _nonzero(_count64)),
-    "s_ff1_i32_b32": ("u32", "u32", _keep(first_low)), "s_ff1_i32_b64": ("u32", "u64", _keep(_first64(first_low, True))),
-    "s_flbit_i32_b32": ("u32", "u32", _keep(first_high)), "s_flbit_i32_b64": ("u32", "u64", _keep(_first64(first_high, False))),
-    "s_sext_i32_i8": ("i32", "i32", _keep(_sign_extend(8))), "s_sext_i32_i16": ("i32", "i32", _keep(_sign_extend(16))),
-    "s_lshl_b32": ("u32", "u32 u32", _nonzero(_shift(False, 32))), "s_lshr_b32": ("u32", "u32 u32", _nonzero(_shift(True, 32))),
-    "s_ashr_i32": ("i32", "i32 u32", _nonzero(_shift(True, 32))), "s_lshl_b64": ("u64", "u64 u32", _nonzero(_shift(False, 64))),
-    "s_lshr_b64": ("u64", "u64 u32", _nonzero(_shift(True, 64))), "s_ashr_i64": ("i64", "i64 u32", _nonzero(_shift(True, 64))),
-    "s_bfe_u32": ("u32", "u32 u32", _nonzero(_field32(field))), "s_bfe_i32": ("u32", "u32 u32", _nonzero(_field32(signed_field))),
-    "s_bfe_u64": ("u64", "u64 u32", _nonzero(_field64)), "s_bfm_b32": ("u32", "u32 u32", _keep(_bit_mask(32))), "s_bfm_b64": ("u64", "u32 u32", _keep(_bit_mask(64))),
-    "s_pack_ll_b32_b16": ("u32", "u32 u32", _keep(_pack16(0, 0))), "s_pack_lh_b32_b16": ("u32", "u32 u32", _keep(_pack16(0, 16))),
+    "s_add_u32": ("u32", "u32 u32", _add),
+    "s_addc_u32": ("u32", "u32 u32", _addc),
+    "s_sub_u32": ("u32", "u32 u32", _sub),
+    "s_subb_u32": ("u32", "u32 u32", _subb),
+    "s_add_i32": ("i32", "i32 i32", _add_signed),
+    "s_sub_i32": ("i32", "i32 i32", _sub_signed),
+    "s_mul_i32": ("u32", "u32 u32", _keep(np.multiply)),
+    "s_mul_hi_u32": ("u32", "u32 u32", _keep(_high)),
+    "s_mul_hi_i32": ("i32", "i32 i32", _keep(_high)),
+    "s_max_i32": ("i32", "i32 i32", _chosen(np.maximum, np.greater_equal)),
+    "s_min_i32": ("i32", "i32 i32", _chosen(np.minimum, np.less)),
+    "s_max_u32": ("u32", "u32 u32", _chosen(np.maximum, np.greater_equal)),
+    "s_min_u32": ("u32", "u32 u32", _chosen(np.minimum, np.less)),
+    "s_mov_b32": ("u32", "u32", _keep(lambda a: a)),
+    "s_mov_b64": ("u64", "u64", _keep(lambda a: a)),
+    "s_not_b32": ("u32", "u32", _nonzero(np.invert)),
+    "s_not_b64": ("u64", "u64", _nonzero(np.invert)),
+    "s_abs_i32": ("i32", "i32", _nonzero(_abs)),
+    "s_brev_b32": ("u32", "u32", _keep(reverse_bits)),
+    "s_bcnt1_i32_b32": ("u32", "u32", _nonzero(count_ones)),
+    "s_bcnt1_i32_b64": ("u32", "u64", _nonzero(_count64)),
+    "s_ff1_i32_b32": ("u32", "u32", _keep(first_low)),
+    "s_ff1_i32_b64": ("u32", "u64", _keep(_first64(first_low, from_low=True))),
+    "s_flbit_i32_b32": ("u32", "u32", _keep(first_high)),
+    "s_flbit_i32_b64": ("u32", "u64", _keep(_first64(first_high, from_low=False))),
+    "s_sext_i32_i8": ("i32", "i32", _keep(_sign_extend(8))),
+    "s_sext_i32_i16": ("i32", "i32", _keep(_sign_extend(16))),
+    "s_lshl_b32": ("u32", "u32 u32", _nonzero(_shift(32, right=False))),
+    "s_lshr_b32": ("u32", "u32 u32", _nonzero(_shift(32, right=True))),
+    "s_ashr_i32": ("i32", "i32 u32", _nonzero(_shift(32, right=True))),
+    "s_lshl_b64": ("u64", "u64 u32", _nonzero(_shift(64, right=False))),
+    "s_lshr_b64": ("u64", "u64 u32", _nonzero(_shift(64, right=True))),
+    "s_ashr_i64": ("i64", "i64 u32", _nonzero(_shift(64, right=True))),
+    "s_bfe_u32": ("u32", "u32 u32", _nonzero(_field32(field))),
+    "s_bfe_i32": ("u32", "u32 u32", _nonzero(_field32(signed_field))),
+    "s_bfe_u64": ("u64", "u64 u32", _nonzero(_field64)),
+    "s_bfm_b32": ("u32", "u32 u32", _keep(_bit_mask(32))),
+    "s_bfm_b64": ("u64", "u32 u32", _keep(_bit_mask(64))),
+    "s_pack_ll_b32_b16": ("u32", "u32 u32", _keep(_pack16(0, 0))),
+    "s_pack_lh_b32_b16": ("u32", "u32 u32", _keep(_pack16(0, 16))),
     "s_pack_hh_b32_b16": ("u32", "u32 u32", _keep(_pack16(16, 16))),
     **{f"s_lshl{n}_add_u32": ("u32", "u32 u32", _shift_add(n)) for n in (1, 2, 3, 4)},
-    **{f"s_{op}_b{n}": (f"u{n}", f"u{n} u{n}", _nonzero(_bitwise(op, str(n)))) for op in ("and", "or", "xor", "andn2", "orn2", "nand", "nor", "xnor") for n in (32, 64)},
-}  # fmt: skip
+    **{
+        f"s_{op}_b{n}": (f"u{n}", f"u{n} u{n}", _nonzero(_bitwise(op, str(n))))
+        for op in ("and", "or", "xor", "andn2", "orn2", "nand", "nor", "xnor")
+        for n in (32, 64)
+    },
+}
 
-COMPARISONS = {"eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal}
+COMPARISONS = {
+    "eq": np.equal,
+    "lg": np.not_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+}
 SAVEEXEC = {
-    "and": lambda e, s: e & s, "or": lambda e, s: e | s, "xor": lambda e, s: e ^ s, "andn2": lambda e, s: s & ~e,
-    "orn2": lambda e, s: s | ~e, "nand": lambda e, s: ~(e & s), "nor": lambda e, s: ~(e | s), "xnor": lambda e, s: ~(e ^ s),
-    "andn1": lambda e, s: ~s & e, "orn1": lambda e, s: ~s | e,
-}  # fmt: skip
-IGNORED = (
-    "s_nop", "s_setprio", "s_sethalt", "s_icache_inv", "s_dcache_inv", "s_dcache_wb", "s_inst_prefetch", "s_ttracedata",
-    "s_incperflevel", "s_decperflevel", "s_code_end", "buffer_wbl2", "buffer_inv", "buffer_wbinvl1", "buffer_wbinvl1_vol",
-)  # fmt: skip
-MODE_DENORM32 = (4, 2)  # offset and width of the f32 denormal field of HW_REG_MODE
+    "and": lambda e, s: e & s,
+    "or": lambda e, s: e | s,
+    "xor": lambda e, s: e ^ s,
+    "andn2": lambda e, s: s & ~e,
+    "orn2": lambda e, s: s | ~e,
+    "nand": lambda e, s: ~(e & s),
+    "nor": lambda e, s: ~(e | s),
+    "xnor": lambda e, s: ~(e ^ s),
+    "andn1": lambda e, s: ~s & e,
+    "orn1": lambda e, s: ~s | e,
+}
 
 
 def arithmetic_handler(result: str, sources: str, function: Callable) -> Handler:
@@ -346,115 +388,26 @@ def bitcmp_handler(wanted: int, kind: str) -> Handler:
     return build
 
 
-# ---------------------------------------------------------------------- control
-def branch_handler(condition: str | None) -> Handler:
-    """Branches leave who jumps in machine.taken: True, False, or bool [waves]."""
-
-    def build(b: Builder) -> Run:
-        b.allow()
-        machine, state = b.machine, b.state
-        if condition is None:
-
-            def always() -> int:
-                machine.taken = True
-                return BRANCH
-
-            return always
-        vcc = state.pair(VCC)
-        if "vcc" in condition:
-            b.reads.update((512 + VCC, 513 + VCC))
-        tests = {
-            "scc0": lambda: ~state.scc, "scc1": lambda: state.scc, "vccz": lambda: vcc == 0, "vccnz": lambda: vcc != 0,
-            "execz": lambda: state.exec == 0, "execnz": lambda: state.exec != 0,
-        }  # fmt: skip
-        test = tests[condition]
-
-        def conditional() -> int:
-            machine.taken = test()
-            return BRANCH
-
-        return conditional
-
-    return build
-
-
-def _returns(code: int) -> Handler:
-    return lambda b: lambda: code
-
-
-def _ignored(b: Builder) -> Run:
-    return lambda: None
-
-
-def _waitcnt(b: Builder) -> Run:
-    b.allow("vmcnt", "lgkmcnt", "expcnt")
-    counters = {k: b.integer(k) for k in ("vmcnt", "lgkmcnt") if k in b.modifiers}
-    checks = b.machine.checks
-    if checks is None or not counters:
-        return lambda: None
-    return lambda: checks.waits.retire(counters)
-
-
-def _hardware_register(b: Builder, operand: object) -> tuple[str, int, int]:
-    match = re.match(r"hwreg\((\w+)(?:,\s*(\d+),\s*(\d+))?\)$", str(operand.value))
-    if not match:
-        raise b.fail(f"hardware register {operand.value!r}")
-    name, offset, width = match.groups()
-    return name, int(offset or 0), int(width or 32)
-
-
-def _setreg(b: Builder) -> Run:
-    b.expect(2)
-    state = b.state
-    name, offset, width = _hardware_register(b, b.operands[0])
-    value = b.scalar(1)
-    if name != "HW_REG_MODE" or (offset, width) != MODE_DENORM32:
-        raise b.fail("only the f32 denormal field of HW_REG_MODE can be set")
-
-    def run() -> None:
-        field_value = np.broadcast_to(value() & u32(3), (state.waves,))
-        if not np.isin(field_value[state.group], (0, 3)).all():
-            raise b.fail("denormal modes that flush only one side")
-        np.copyto(state.flush32, field_value == 0, where=state.group)
-
-    return run
-
-
-def _getreg(b: Builder) -> Run:
-    b.expect(2)
-    name, offset, width = _hardware_register(b, b.operands[1])
-    state, write = b.state, b.scalar_out(0)
-    if name != "HW_REG_MODE" or (offset, width) != MODE_DENORM32:
-        raise b.fail(f"hardware register {name} is not modelled")
-    return lambda: write(np.where(state.flush32, u32(0), u32(3)))
-
-
-def _clock(b: Builder) -> Run:
-    b.expect(1)
-    machine, write = b.machine, b.scalar_out(0, 2)
-    return lambda: write(np.array(machine.steps, u64))
-
-
 def handlers() -> dict[str, Handler]:
-    """Opcode to handler for scalar arithmetic and control."""
+    """Opcode to handler for scalar arithmetic."""
     table: dict[str, Handler] = {name: arithmetic_handler(*row) for name, row in ARITHMETIC.items()}
     for condition in COMPARISONS:
         for kind in ("i32", "u32"):
-            table[f"s_cmp_{condition}_{kind}"] = compare_handler(condition, kind, False)
-            table[f"s_cmpk_{condition}_{kind}"] = compare_handler(condition, kind, True)
+            table[f"s_cmp_{condition}_{kind}"] = compare_handler(condition, kind, immediate=False)
+            table[f"s_cmpk_{condition}_{kind}"] = compare_handler(condition, kind, immediate=True)
     for condition in ("eq", "lg"):
-        table[f"s_cmp_{condition}_u64"] = compare_handler(condition, "u64", False)
+        table[f"s_cmp_{condition}_u64"] = compare_handler(condition, "u64", immediate=False)
     table |= {f"s_{name}_saveexec_b64": saveexec_handler(f) for name, f in SAVEEXEC.items()}
-    table |= {f"s_cbranch_{c}": branch_handler(c) for c in ("scc0", "scc1", "vccz", "vccnz", "execz", "execnz")}
-    table |= {name: _ignored for name in IGNORED}
     for bit in (0, 1):
         table |= {f"s_bitset{bit}_b32": bit_handler(bit == 0, 1), f"s_bitset{bit}_b64": bit_handler(bit == 0, 2)}
         table |= {f"s_bitcmp{bit}_b32": bitcmp_handler(bit, "u32"), f"s_bitcmp{bit}_b64": bitcmp_handler(bit, "u64")}
-    table |= {
-        "s_movk_i32": _movk, "s_cmovk_i32": _cmovk, "s_addk_i32": inplace_handler(_add_signed), "s_mulk_i32": inplace_handler(lambda a, b, s: (a * b, None)),
-        "s_cselect_b32": select_handler(1), "s_cselect_b64": select_handler(2), "s_cmov_b32": cmov_handler(1), "s_cmov_b64": cmov_handler(2),
-        "s_branch": branch_handler(None), "s_barrier": _returns(BARRIER), "s_endpgm": _returns(END), "s_sleep": _returns(PAUSE),
-        "s_waitcnt": _waitcnt, "s_setreg_b32": _setreg, "s_setreg_imm32_b32": _setreg, "s_getreg_b32": _getreg,
-        "s_memtime": _clock, "s_memrealtime": _clock,
-    }  # fmt: skip
-    return table
+    return table | {
+        "s_movk_i32": _movk,
+        "s_cmovk_i32": _cmovk,
+        "s_addk_i32": inplace_handler(_add_signed),
+        "s_mulk_i32": inplace_handler(lambda a, b, s: (a * b, None)),
+        "s_cselect_b32": select_handler(1),
+        "s_cselect_b64": select_handler(2),
+        "s_cmov_b32": cmov_handler(1),
+        "s_cmov_b64": cmov_handler(2),
+    }

@@ -20,8 +20,16 @@ LANES = 64
 SGPR_ROW = 132  # 128 encodings, padded so that rows do not share a cache set
 UNWRITTEN = 0xDEADBEEF  # what a vector register holds before its first write
 DTYPES = {
-    "u16": u16, "i16": i16, "f16": f16, "u32": u32, "i32": i32, "f32": f32, "u64": u64, "i64": i64, "f64": f64,
-}  # fmt: skip
+    "u16": u16,
+    "i16": i16,
+    "f16": f16,
+    "u32": u32,
+    "i32": i32,
+    "f32": f32,
+    "u64": u64,
+    "i64": i64,
+    "f64": f64,
+}
 WIDTH = {name: max(1, np.dtype(t).itemsize // 4) for name, t in DTYPES.items()} | {"bf16": 1}
 
 Getter = Callable[[], np.ndarray]
@@ -60,7 +68,7 @@ class State:
         self.v.fill(UNWRITTEN)
         self.a.fill(UNWRITTEN)
         self.s.fill(UNWRITTEN)
-        self.scc.fill(False)
+        self.scc.fill(0)
         self.exec.fill(~u64(0))
         self.flush32.fill(self.flush32_initial)
         self.set_group(self.every_wave)

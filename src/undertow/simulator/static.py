@@ -138,10 +138,14 @@ def find_loops(module: Module, entry: int) -> tuple[Loop, ...]:
         lines = [x.line for x in inside]
         loops.append(
             Loop(
-                min(lines), max(lines), not (headers & body - {header}), count_groups(inside),
-                _common_source(inside), any("cmpswap" in x.opcode for x in inside),
+                min(lines),
+                max(lines),
+                not (headers & body - {header}),
+                count_groups(inside),
+                _common_source(inside),
+                any("cmpswap" in x.opcode for x in inside),
             )
-        )  # fmt: skip
+        )
     return tuple(sorted(loops, key=lambda x: (x.first_line, -x.last_line)))
 
 

@@ -10,9 +10,20 @@ import numpy as np
 from . import asm
 
 NUMPY_TO_TORCH_FREE = {
-    "float32": "fp32", "float16": "fp16", "float64": "fp64", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
-    "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64", "bool": "i1", "bfloat16": "bf16",
-}  # fmt: skip
+    "float32": "fp32",
+    "float16": "fp16",
+    "float64": "fp64",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
+    "bool": "i1",
+    "bfloat16": "bf16",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +49,9 @@ class _ArrayArgument:
         return self.array.__array_interface__["data"][0]
 
 
-def compile_kernel(jit_fn: object, args: Mapping[str, object] | Sequence[object], target: str, constexprs: Mapping[str, object]) -> Compiled:
+def compile_kernel(
+    jit_fn: object, args: Mapping[str, object] | Sequence[object], target: str, constexprs: Mapping[str, object]
+) -> Compiled:
     """Specialise on the arguments as a launch would, and compile. Raises ValueError for arguments that do not fit."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -46,19 +59,25 @@ def compile_kernel(jit_fn: object, args: Mapping[str, object] | Sequence[object]
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     if not isinstance(jit_fn, JITFunction):
-        raise ValueError(f"jit_fn: {type(jit_fn).__name__}; a @triton.jit function is wanted (of an autotuned one, pass .fn and the constexprs)")
+        raise ValueError(
+            f"jit_fn: {type(jit_fn).__name__}; a @triton.jit function is wanted (of an autotuned one, pass .fn and the constexprs)"
+        )
     gpu = GPUTarget("hip", target, 64)
     backend = make_backend(gpu)
     binder = create_function_from_signature(jit_fn.signature, jit_fn.params, backend)
     positional, named = ((), dict(args)) if isinstance(args, Mapping) else (tuple(args), {})
     wrap = lambda v: _wrap(v)
     try:
-        bound, specialization, extra = binder(*map(wrap, positional), **{k: wrap(v) for k, v in named.items()}, **constexprs)
+        bound, specialization, extra = binder(
+            *map(wrap, positional), **{k: wrap(v) for k, v in named.items()}, **constexprs
+        )
     except TypeError as error:
         raise ValueError(f"args of {jit_fn.__name__}: {error}") from None
     unknown = [k for k in extra if k not in backend.parse_options({}).__dict__]
     if unknown:
-        raise ValueError(f"{unknown[0]}={extra[unknown[0]]!r}: neither a parameter of {jit_fn.__name__} nor a compiler option")
+        raise ValueError(
+            f"{unknown[0]}={extra[unknown[0]]!r}: neither a parameter of {jit_fn.__name__} nor a compiler option"
+        )
     options, signature, constants, attrs = jit_fn._pack_args(backend, dict(extra), bound, specialization, extra)
     source = ASTSource(jit_fn, signature, constants, attrs)
     compiled = triton_compile(source, target=gpu, options=options.__dict__)
@@ -72,7 +91,14 @@ def compile_kernel(jit_fn: object, args: Mapping[str, object] | Sequence[object]
         if extra_argument.kind != "global_buffer":
             raise ValueError(f"{jit_fn.__name__}: {len(values)} values for {len(visible)} kernel arguments")
         values[f"scratch{extra_argument.offset}"] = None
-    return Compiled(text, compiled.metadata.name, compiled.metadata.num_warps * 64, compiled.metadata.shared, values, {**bound, **constexprs})
+    return Compiled(
+        text,
+        compiled.metadata.name,
+        compiled.metadata.num_warps * 64,
+        compiled.metadata.shared,
+        values,
+        {**bound, **constexprs},
+    )
 
 
 def _wrap(value: object) -> object:

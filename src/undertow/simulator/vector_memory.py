@@ -1,4 +1,4 @@
-"""Global, flat, buffer, scratch and scalar memory instructions."""
+"""Global, flat and buffer memory instructions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ import numpy as np
 
 from .asm import M0
 from .isa import Builder, Handler, as_getter
-from .memory import ATOMICS, LOADS, STORES, Atomic, Element, apply_atomic, join_words, narrow_source, place_narrow, split_words
-from .state import LANES, i64, u32, u64
+from .memory import (
+    ATOMICS,
+    LOADS,
+    STORES,
+    Atomic,
+    Element,
+    apply_atomic,
+    join_words,
+    narrow_source,
+    place_narrow,
+    split_words,
+)
+from .state import LANES, i64, u32
 
 Run = Callable[[], "int | None"]
 Address = Callable[[], "tuple[np.ndarray, np.ndarray | None]"]  # addresses [waves, lanes], lanes in bounds or None
@@ -99,14 +110,31 @@ class Access:
         wave, lane = (int(v[place]) for v in np.nonzero(active))
         address = int(addresses[place])
         text = f"{self.what} of {self.nbytes} bytes out of bounds: {self.arena.describe(address)}"
-        self.report.add_at("global-bounds", self.x, wave, lane=lane, address=address, text=text, count=int((~valid).sum()), key="bounds")
+        self.report.add_at(
+            "global-bounds",
+            self.x,
+            wave,
+            lane=lane,
+            address=address,
+            text=text,
+            count=int((~valid).sum()),
+            key="bounds",
+        )
 
     def _report_alignment(self, active: np.ndarray | None, offsets: np.ndarray) -> None:
         flat = offsets.reshape(-1)
         place = int(np.flatnonzero(flat & (self.align - 1))[0])
         wave, lane = divmod(place, LANES) if active is None else (int(v[place]) for v in np.nonzero(active))
         text = f"{self.what} of {self.nbytes} bytes is not aligned to {self.align} (arena offset {int(flat[place]):#x})"
-        self.report.add_at("misaligned", self.x, wave, lane=lane, text=text, count=int(np.count_nonzero(flat & (self.align - 1))), key="align")
+        self.report.add_at(
+            "misaligned",
+            self.x,
+            wave,
+            lane=lane,
+            text=text,
+            count=int(np.count_nonzero(flat & (self.align - 1))),
+            key="align",
+        )
 
     def _count(self, offsets: np.ndarray, number: int) -> None:
         moved = offsets.size * self.nbytes
@@ -129,7 +157,14 @@ class Access:
         elif not arena.written[halves].all():
             place = int(np.flatnonzero(~arena.written[halves].all(1))[0])
             wave, lane = divmod(place, LANES) if active is None else (int(v[place]) for v in np.nonzero(active))
-            self.report.add_at("global-uninitialised", self.x, wave, lane=lane, text=f"{self.what} of an output before anything wrote it", key="uninit")
+            self.report.add_at(
+                "global-uninitialised",
+                self.x,
+                wave,
+                lane=lane,
+                text=f"{self.what} of an output before anything wrote it",
+                key="uninit",
+            )
 
     def zeroed(self, active: np.ndarray | None) -> np.ndarray | None:
         """Executing lanes whose access was out of bounds: a load gives them 0."""
@@ -176,7 +211,7 @@ def load(b: Builder, element: Element, address: Address) -> Run:
         active, offsets = access.lanes()
         zero = access.zeroed(active)
         index = offsets >> shift
-        access.written(active, offsets, False)
+        access.written(active, offsets, mark=False)
         for j, register in enumerate(block):
             if narrow:
                 old = register if active is None else register[active]
@@ -213,7 +248,7 @@ def store(b: Builder, element: Element, address: Address, data: int) -> Run:
             value = register.reshape(-1) if active is None else register[active]
             value = narrow_source(element, value) if narrow else value
             memory[index + j] = value if order is None else value[order]
-        access.written(active, offsets, True)
+        access.written(active, offsets, mark=True)
         done()
 
     return run
@@ -238,7 +273,7 @@ def atomic(b: Builder, row: Atomic, address: Address, data: int, out: int | None
     def run() -> None:
         active, offsets = access.lanes()
         index = (offsets >> shift).reshape(-1)
-        access.written(active, offsets, False)
+        access.written(active, offsets, mark=False)
         flat = block.reshape(block.shape[0], -1) if active is None else block[:, active]
         operands = [join_words(flat[k * words : (k + 1) * words], row.dtype) for k in range(row.operands)]
         order = machine.lane_order(index.size)
@@ -277,7 +312,7 @@ def load_to_lds(b: Builder, element: Element, address: Address) -> Run:
         target = (m0 & mask).astype(i64)[:, None] + offset + spread
         inside = local.inside(b.instruction, target, element.nbytes, state.mask, "load to LDS")
         lanes = state.mask & inside
-        local.shadow_write(b.instruction, target, element.nbytes, lanes, None, True)
+        local.shadow_write(b.instruction, target, element.nbytes, lanes, None, load=True)
         index = (target + local.base) >> 2
         value = np.zeros((state.waves, LANES), u32)
         for j in range(count):
@@ -285,98 +320,6 @@ def load_to_lds(b: Builder, element: Element, address: Address) -> Run:
             if zero is not None:
                 value[zero] = 0
             local.words[index[lanes] + j] = value[lanes]
-        done()
-
-    return run
-
-
-# ---------------------------------------------------------------------- scratch
-def scratch_handler(element: Element, is_load: bool) -> Handler:
-    """Private memory: one slot of `private_segment_fixed_size` bytes a lane."""
-
-    def build(b: Builder) -> Run:
-        b.expect(3)
-        b.allow("offset", *CACHE)
-        if element.nbytes < 4:
-            return _narrow_scratch(b, element, is_load)
-        data, vaddr, saddr = (b.operands[p] for p in ((0, 1, 2) if is_load else (1, 0, 2)))
-        state, machine, offset = b.state, b.machine, b.integer("offset")
-        block = state.block((b.write if is_load else b.read)(data, element.registers), element.registers)
-        done = issue(b, "vmcnt", frozenset(b.numbers(data, element.registers)) if is_load else frozenset())
-        locate = _scratch_address(b, vaddr, saddr, offset)
-        memory, written, x = machine.scratch, machine.scratch_written, b.instruction
-        fixed = vaddr.kind == "off" and saddr.kind == "off"
-        waves = np.arange(state.waves)[:, None]
-        lanes = np.arange(LANES)[None]
-
-        def run() -> None:
-            where = locate()
-            machine.traffic[x.index] += int(np.count_nonzero(state.mask)) * element.nbytes
-            executing = where[state.mask]
-            if executing.size == 0:
-                done()
-                return
-            if executing.min() < 0 or executing.max() + element.nbytes > memory.shape[0] * 4 or (executing & 3).any():
-                raise machine.error(x, f"scratch address {int(executing.min())}..{int(executing.max())} of {memory.shape[0] * 4} bytes")
-            for j, register in enumerate(block):
-                index = (int(executing[0]) // 4 + j,) if fixed else (where // 4 + j, waves, lanes)
-                if is_load:
-                    if machine.checks and not written[index][state.mask].all():
-                        machine.report.add("scratch-uninitialised", x, state.group, "private memory is read before anything wrote it")
-                    np.copyto(register, memory[index], where=state.mask)
-                elif fixed:
-                    np.copyto(memory[index[0]], register, where=state.mask)
-                    written[index[0]] |= state.mask
-                else:
-                    active = tuple(np.broadcast_to(i, state.mask.shape)[state.mask] for i in index)
-                    memory[active] = register[state.mask]
-                    written[active] = True
-            done()
-
-        return run
-
-    return build
-
-
-def _scratch_address(b: Builder, vaddr: object, saddr: object, offset: int) -> Callable[[], np.ndarray]:
-    state = b.state
-    shape = (state.waves, LANES)
-    parts: list[Callable[[], np.ndarray]] = []
-    if vaddr.kind != "off":
-        register = state.block(b.read(vaddr), 1)[0]
-        parts.append(lambda: register.astype(i64))
-    if saddr.kind != "off":
-        scalar = as_getter(state.scalar(b.read(saddr)))
-        parts.append(lambda: np.broadcast_to(scalar(), (state.waves,)).astype(i64)[:, None])
-    return lambda: np.broadcast_to(sum((p() for p in parts), np.full((1, 1), offset, i64)), shape)
-
-
-def _narrow_scratch(b: Builder, element: Element, is_load: bool) -> Run:
-    data, vaddr, saddr = (b.operands[p] for p in ((0, 1, 2) if is_load else (1, 0, 2)))
-    state, machine = b.state, b.machine
-    register = state.block((b.write if is_load else b.read)(data), 1)[0]
-    if is_load:
-        b.read(data)
-    done = issue(b, "vmcnt", frozenset(b.numbers(data, 1)) if is_load else frozenset())
-    locate = _scratch_address(b, vaddr, saddr, b.integer("offset"))
-    kind = np.uint8 if element.nbytes == 1 else np.uint16
-    per_word = 4 // element.nbytes
-    memory = machine.scratch.view(kind).reshape(*machine.scratch.shape, per_word)
-    x = b.instruction
-
-    def run() -> None:
-        where = locate()
-        waves, lanes = np.nonzero(state.mask)
-        byte = where[state.mask]
-        if byte.size and (byte.min() < 0 or byte.max() + element.nbytes > memory.shape[0] * 4 or (byte & (element.nbytes - 1)).any()):
-            raise machine.error(x, "scratch address out of bounds or misaligned")
-        index = (byte // 4, waves, lanes, (byte % 4) // element.nbytes)
-        if is_load:
-            register[state.mask] = place_narrow(element, memory[index], register[state.mask])
-        else:
-            memory[index] = narrow_source(element, register[state.mask])
-            machine.scratch_written[index[:3]] = True
-        machine.traffic[x.index] += byte.size * element.nbytes
         done()
 
     return run
@@ -424,71 +367,12 @@ def buffer_handler(kind: str, row: Element | Atomic) -> Handler:
     return build
 
 
-def scalar_load_handler(count: int, through_buffer: bool) -> Handler:
-    """s_load and s_buffer_load: one address a wave."""
-
-    def build(b: Builder) -> Run:
-        b.allow("offset", "glc")
-        state, machine = b.state, b.machine
-        registers = frozenset(b.numbers(b.operands[0], count))
-        b.write(b.operands[0], count)
-        first = b.operands[0].index
-        if b.operands[0].kind != "s" or first + count > 128:
-            raise b.fail("scalar load destination")
-        base = b.operands[1]
-        if through_buffer:
-            b.read(base, 4)
-            low, high, records = (state.s[:, base.index + j] for j in range(3))
-            start = lambda: low.astype(i64) | ((high & u32(0xFFFF)).astype(i64) << 32)
-        else:
-            pair = state.pair(b.read(base, 2).index)
-            start = lambda: pair.view(i64)
-        extra = b.scalar(2) if len(b.operands) > 2 else lambda: u32(0)
-        signed = len(b.operands) > 2 and b.operands[2].kind == "int"
-        immediate = b.integer("offset") + (int(b.operands[2].value) if signed else 0)
-        offset = (lambda: 0) if signed else lambda: extra().astype(i64)
-        done = issue(b, "lgkmcnt", registers, scalar=True)
-        arena, report, x = machine.arena, machine.report, b.instruction
-        target = state.s[:, first : first + count]
-
-        def run() -> None:
-            group = state.group
-            inner = np.broadcast_to(offset() + immediate, (state.waves,))[group]
-            addresses = (start()[group] + inner) & ~3
-            where, valid, number = arena.locate(addresses, 4 * count)
-            if valid is not None:
-                wave = int(np.flatnonzero(group)[np.flatnonzero(~valid)[0]])
-                address = int(addresses[~valid][0])
-                report.add_at("global-bounds", x, wave, address=address, text=f"scalar load out of bounds: {arena.describe(address)}", key="bounds")
-            value = arena.words[(where >> 2)[:, None] + np.arange(count)]
-            if valid is not None:
-                value[~valid] = 0
-            if through_buffer:
-                value[inner[:, None] + 4 * np.arange(1, count + 1) > records.astype(i64)[group][:, None]] = 0
-            target[group] = value
-            machine.traffic[x.index] += int(group.sum()) * 4 * count
-            done()
-
-        return run
-
-    return build
-
-
 def handlers() -> dict[str, Handler]:
-    """Opcode to handler for every memory instruction outside LDS."""
+    """Opcode to handler for global, flat and buffer instructions."""
     table: dict[str, Handler] = {}
     for space, make in (("global", flat_handler), ("flat", flat_handler), ("buffer", buffer_handler)):
         table |= {f"{space}_load_{name}": make("load", row) for name, row in LOADS.items()}
         table |= {f"{space}_store_{name}": make("store", row) for name, row in STORES.items()}
         table |= {f"{space}_atomic_{name}": make("atomic", row) for name, row in ATOMICS.items()}
     table |= {f"global_load_lds_{name}": flat_handler("lds", LOADS[name]) for name in ("dword", "dwordx3", "dwordx4")}
-    table |= {f"scratch_load_{name}": scratch_handler(row, True) for name, row in LOADS.items()}
-    table |= {f"scratch_store_{name}": scratch_handler(row, False) for name, row in STORES.items()}
-    for count in (1, 2, 4, 8, 16):
-        suffix = "" if count == 1 else f"x{count}"
-        table[f"s_load_dword{suffix}"] = scalar_load_handler(count, False)
-        table[f"s_buffer_load_dword{suffix}"] = scalar_load_handler(count, True)
     return table
-
-
-__all__ = ["handlers", "issue", "u64"]
