@@ -25,7 +25,7 @@ TINY = {w.name: w for w in tiny_shapes()}
 H200 = TARGETS["sm_90"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def measured():
+def measured(one_thread):
     """Two kernels, two shapes, two passes, on a CPU."""
     return bench((TINY["gqa"], TINY["d40"]), (TILED, SDPA), device="cpu", passes=("forward", "backward"), pace=QUICK)
 
@@ -67,7 +67,7 @@ def test_useful_work_of_s1_is_the_published_figure():
 
 
 def test_an_unknown_shape_names_the_known():
-    with pytest.raises(ValueError, match="wanted one of S1, S2"):
+    with pytest.raises(ValueError, match="wanted one of S1, S1-det, S2"):
         pick(("S9",))
 
 
@@ -116,6 +116,14 @@ def test_wrong_gradients_get_no_speed(broken, said):
     assert row.status == "refused"
     assert said in row.reason
     assert row.ms == row.tflops == 0
+
+
+def test_what_the_kernel_before_left_behind_is_no_result():
+    """Without the poison, dv would be right: it is the one that the first kernel wrote."""
+    silent = replace(TILED, backward=half_written)
+    rows = bench((TINY["gqa"],), (SDPA, silent), device="cpu", pace=QUICK).rows
+    assert [r.status for r in rows] == ["timed", "refused"]
+    assert "wrong dv" in rows[1].reason
 
 
 def test_a_wrong_forward_gets_no_speed():
@@ -197,6 +205,17 @@ def test_a_kernel_that_raises_is_a_row_and_a_bug_is_not():
         only(replace(TILED, backward=buggy))
 
 
+def test_a_deterministic_twin_shares_inputs_and_reference(monkeypatch):
+    made = []
+    real = proof.oracle
+    monkeypatch.setattr(proof, "oracle", lambda *a: made.append(None) or real(*a))
+    base = TINY["d40"]
+    twin = replace(base, name="d40-det", problem=replace(base.problem, deterministic=True))
+    rows = bench((base, twin, TINY["gqa"]), (TILED,), device="cpu", pace=QUICK).rows
+    assert [(r.shape, r.problem.deterministic) for r in rows] == [("d40", False), ("d40-det", True), ("gqa", False)]
+    assert len(made) == 2
+
+
 # ---- time
 
 
@@ -236,7 +255,8 @@ def test_the_ladder_puts_the_prediction_beside_the_launch_order_step():
 
 def test_the_ladder_times_every_step_of_one_kernel():
     base = TILED.config(TINY["gqa"].problem, TARGETS["cpu"], "backward")
-    steps = ladder(TINY["gqa"], TILED, (("small", "", replace(base, block_m=64)), ("table", "", base)), device="cpu", pace=QUICK)
+    rungs = (("small", "", replace(base, block_m=64)), ("table", "", base))
+    steps = ladder(TINY["gqa"], TILED, rungs, device="cpu", pace=QUICK)
     assert [s.row.status for s in steps] == ["timed", "timed"]
     assert steps[0].ratio is None
     assert steps[1].ratio == steps[0].row.ms / steps[1].row.ms
@@ -306,6 +326,11 @@ def test_tables_and_plot(measured, tmp_path):
     assert "quoted, not measured in this run" in text
     assert "521" in text.split("quoted, not measured")[1]
     assert "521" not in text.split("quoted, not measured")[0]
+    lines = plot.markdown(replace(measured, rows=(*measured.rows, replace(bad, which="backward")))).splitlines()
+    assert lines[0] == "| shape | torch_tiled | sdpa_cpu_flash | matmul 512^3 float32 |"
+    assert lines[2].startswith("| gqa |")
+    assert lines[2].count("**") == 2
+    assert lines[-1] == "* gqa, torch_tiled: wrong dq"
     plot.plot(measured, tmp_path / "p.png", quote=True)
     assert (tmp_path / "p.png").stat().st_size > 5000
 
@@ -345,6 +370,7 @@ def test_flex_takes_every_named_shape():
         assert flex.KERNEL.unsupported(w.problem, H200) == ()
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("name", ["mla-packed", "gqa", "window", "chunk", "full"])
 def test_flex_masks_uncompiled(name, monkeypatch):
     """torch cannot compile its backward for a CPU; the eager forward shows that masks and layouts are right."""
@@ -432,10 +458,27 @@ def test_aiter_traps_are_closed(monkeypatch):
     assert varlen.got["cu_seqlens_q"].data_ptr() != varlen.got["cu_seqlens_k"].data_ptr()
 
 
-def test_claims_match_the_names_that_our_kernels_have():
-    from undertow.kernels.triton import backward_device, forward_device
+@pytest.mark.parametrize(
+    ("shape", "corner"),
+    [("mla", "TOP_LEFT"), ("window", "TOP_LEFT"), ("mla-packed", "TOP_LEFT"), ("chunk", "BOTTOM_RIGHT")],
+)
+def test_cudnn_is_asked_for_its_fast_engine_where_the_mask_allows(shape, corner):
+    """A square band is the same mask from either corner, and only one of them is fast."""
+    cudnn = SimpleNamespace(diagonal_alignment=SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT"))
+    lengths = {"seqlens_q": None, "seqlens_k": None}
+    problem = TINY[shape].problem
+    options = cudnn_frontend._options(cudnn, problem, lengths)
+    assert options["diagonal_alignment"] == corner
+    assert options.get("diagonal_band_left_bound") == (None if problem.band.left is None else problem.band.left + 1)
+    if problem.is_packed:
+        unknown = replace(problem, **lengths)
+        assert cudnn_frontend._options(cudnn, unknown, lengths)["diagonal_alignment"] == "BOTTOM_RIGHT"
 
+
+def test_claims_match_the_names_that_our_kernels_have():
     import re
+
+    from undertow.kernels.triton import backward_device, forward_device
 
     claim = proof.CLAIMS["triton"]
     assert any(re.search(claim.backward, n) for n in vars(backward_device) if n.endswith("_kernel"))

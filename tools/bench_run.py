@@ -12,9 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from undertow.instruments import plot, record
-from undertow.instruments.bench import PASSES, all_kernels, bench, named_kernels, precompile
+from undertow.instruments.bench import PASSES, all_kernels, bench, ladder, named_kernels, precompile
 from undertow.instruments.clock import Pace
 from undertow.instruments.shapes import bench_shapes, pick
+from undertow.kernels import triton
 
 COMPILED = ("triton", "flex")
 
@@ -23,14 +24,17 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shapes", default=",".join(w.name for w in bench_shapes()))
+    parser.add_argument("--shapes", default=",".join(w.name for w in bench_shapes()), help="by comma, or all")
     parser.add_argument("--kernels", default=",".join(k.name for k in all_kernels() if k.name != "torch_tiled"))
     parser.add_argument("--passes", default="backward", help=f"of {', '.join(PASSES)}, by comma")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sustained", type=float, default=0.0, help="seconds back to back, per kernel and shape")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile first; 0 compiles on the way")
     parser.add_argument("--commit", default=None, help="for a tree without git: hash, or hash+dirty")
+    parser.add_argument("--ladder", default="", help="a shape on which to time the rungs of triton's ladder")
     given = parser.parse_args()
+    if given.shapes == "all":
+        given.shapes = ",".join(w.name for w in bench_shapes(deterministic=None))
     names, kernels, passes = (tuple(x.split(",")) for x in (given.shapes, given.kernels, given.passes))
     console, start = Console(width=200), time.perf_counter()
 
@@ -44,9 +48,13 @@ def main() -> None:
     pace = Pace(rounds=given.rounds, sustained_s=given.sustained)
     found = bench(pick(names), named_kernels(kernels), passes=passes, pace=pace, progress=say)
     source = record.provenance(found, commit=given.commit)
-    record.save(found, source, given.out / "record.json")
+    steps = ladder(pick((given.ladder,))[0], triton.KERNEL, triton.LADDER, pace=pace) if given.ladder else ()
+    record.save(found, source, given.out / "record.json", steps)
     console.print(plot.table(found))
+    if steps:
+        console.print(plot.ladder_table(steps))
     for which in passes:
+        (given.out / f"{which}.md").write_text(plot.markdown(found, which))
         plot.plot(found, given.out / f"{which}.png", which=which, title=f"{source.device}, {which}")
     say("done")
 

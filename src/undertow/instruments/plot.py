@@ -46,7 +46,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.status != "timed":
         return row.shape, row.which, name, "", "", "", "", "", "", f"{row.status}: {row.reason}"
     used = row.workspace if row.extra_bytes is None else max(row.workspace, row.extra_bytes)
-    note = f"adapter's copies {row.adapter_ms:.3f} ms left out" if row.adapter_ms > 0.01 * row.ms else ""
+    note = f"adapter's {row.adapter_ms:.3f} ms left out" if row.adapter_ms > 0.01 * row.ms else ""
     if row.sustained_tflops is not None:
         note = f"sustained {row.sustained_tflops:.1f}  {note}".strip()
     bits = {True: "same", False: "differ", None: ""}[row.bitwise]
@@ -69,6 +69,26 @@ def quoted_table(shapes: tuple[str, ...], which: str = "backward") -> Table:
         if by_peer:
             grid.add_row(shape, *(f"{by_peer[p]:g}" if p in by_peer else "" for p in peers))
     return grid
+
+
+def markdown(bench: Bench, which: str = "backward") -> str:
+    """TFLOP/s by shape and kernel as a Markdown table, the fastest of a shape in bold, refusals spelled out below."""
+    rows = [r for r in bench.rows if r.which == which]
+    timed = {(r.shape, r.label): r for r in rows if r.status == "timed"}
+    labels = list(dict.fromkeys(label for _, label in timed))
+    lines = [f"| shape | {' | '.join(labels)} | {bench.yardstick} |", "|---|" + "---:|" * (len(labels) + 1)]
+    yards = {shape: tflops for shape, one, tflops in bench.yardsticks if one == which}
+    for shape in dict.fromkeys(r.shape for r in rows):
+        best = max((timed[shape, n].tflops for n in labels if (shape, n) in timed), default=0.0)
+        cells = (_figure(timed[shape, n].tflops, best) if (shape, n) in timed else "" for n in labels)
+        lines.append(f"| {shape} | {' | '.join(cells)} | {yards.get(shape, 0.0):.4g} |")
+    refused = [f"* {r.shape}, {r.label}: {r.reason}" for r in rows if r.status == "refused"]
+    return "\n".join([*lines, *(["", *refused] if refused else [])]) + "\n"
+
+
+def _figure(tflops: float, best: float) -> str:
+    text = f"{tflops:.1f}" if tflops >= 1 else f"{tflops:.4f}"
+    return f"**{text}**" if tflops == best else text
 
 
 def ladder_table(steps: tuple[Step, ...]) -> Table:

@@ -21,7 +21,7 @@ from .bench import Bench, Row, Step
 from .clock import Pace
 from .verify import Parity
 
-PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend", "flash-attn", "flash-attn-4", "amd-aiter", "flydsl")
+PACKAGES = ("triton", "nvidia-cudnn-frontend", "flash-attn", "flash-attn-4", "amd-aiter", "flydsl")
 QUOTED = "peers_quoted.json"
 MEASURED_KIND, QUOTED_KIND = "measured", "quoted"
 
@@ -131,7 +131,7 @@ def _row(content: Mapping[str, Any]) -> Row:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
         try:
             found[package] = version(package)

@@ -56,14 +56,20 @@ def _base() -> tuple[Workload, ...]:
 
 
 def bench_shapes(*, deterministic: bool | None = False) -> tuple[Workload, ...]:
-    """Every named shape: as it is, its deterministic twin, or both (None)."""
-    twins = tuple(_twin(w) for w in _base())
-    return twins if deterministic else _base() if deterministic is not None else (*_base(), *twins)
+    """Every named shape: as it is, its deterministic twin, or each followed by its twin (None)."""
+    if deterministic is None:
+        return tuple(w for base in _base() for w in (base, _twin(base)))
+    return tuple(_twin(w) for w in _base()) if deterministic else _base()
 
 
 def _twin(w: Workload) -> Workload:
     problem = replace(w.problem, deterministic=True)
     return Workload(f"{w.name}-{DETERMINISTIC}", f"{w.about}, deterministic", problem)
+
+
+def base_name(name: str) -> str:
+    """The name of a shape without its determinism."""
+    return name.removesuffix(f"-{DETERMINISTIC}")
 
 
 def pick(names: tuple[str, ...]) -> tuple[Workload, ...]:

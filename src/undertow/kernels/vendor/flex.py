@@ -9,6 +9,7 @@ word.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -35,7 +36,7 @@ def forward(problem: Problem, config: Config, tensors: Tensors) -> None:
     """out and lse of compiled flex_attention."""
     _no_seqused(tensors)
     with torch.no_grad():
-        out, lse = _run(problem, tensors, [_bhsd(problem, tensors[n]) for n in ("q", "k", "v")])
+        out, lse = _run(_plain(problem), tensors, [_bhsd(problem, tensors[n]) for n in ("q", "k", "v")])
     _bhsd(problem, tensors["out"]).copy_(out)
     (tensors["lse"][None] if problem.is_packed else tensors["lse"]).copy_(lse)
 
@@ -44,7 +45,7 @@ def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensor
     """dq, dk, dv by autograd through its own forward; ignores out and lse."""
     _no_seqused(tensors)
     given = tuple(tensors[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
-    out, leaves = _graph(problem, given, tuple(x._version for x in given[:3]))
+    out, leaves = _graph(_plain(problem), given, tuple(x._version for x in given[:3]))
     with _kept_buffers():
         found = torch.autograd.grad(out, leaves, _bhsd(problem, tensors["dout"]), retain_graph=True)
     for name, gradient in zip(("dq", "dk", "dv"), found, strict=True):
@@ -54,6 +55,11 @@ def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensor
 def executed_dims(problem: Problem) -> tuple[int, int]:
     """Each head dim as the next power of two."""
     return tuple(max(SMALLEST_DIM, 1 << (d - 1).bit_length()) for d in (problem.head_dim_qk, problem.head_dim_v))
+
+
+def _plain(problem: Problem) -> Problem:
+    """The problem without its wish for determinism, which flex always fulfils: one compilation serves both."""
+    return replace(problem, deterministic=False)
 
 
 def forget() -> None:
