@@ -46,23 +46,29 @@ def arguments(jit: Any, key: tuple[str, str, Any, frozenset[str]], args: Sequenc
     from .prims_device import View
     from .segments_device import Segments
 
-    parameters = [p for p in inspect.signature(jit.func).parameters.values() if p.name not in ("x", "y", "z", "stream")]
     found = []
-    for at, parameter in enumerate(parameters):
+    for at, (name, kind) in enumerate(_parameters(jit)):
         given = None if args is None else args[at]
-        kind = str(parameter.annotation).rsplit(".", maxsplit=1)[-1]
         if kind == "View":
             ptr, *strides = (None, 0, 0, 0) if given is None else given
-            found.append(View(_pointer(parameter.name, key, ptr), *(fx.Int64(s) for s in strides)))
+            found.append(View(_pointer(name, key, ptr), *(fx.Int64(s) for s in strides)))
         elif kind == "Segments":
             used_q, used_k, *numbers = (None,) * 2 + (0,) * 6 if given is None else given
             pointers = (_pointer("used", key, used) for used in (used_q, used_k))
             found.append(Segments(*pointers, *(fx.Int32(n) for n in numbers), features=key[3]))
         elif kind == "Pointer":
-            found.append(_pointer(parameter.name, key, given))
+            found.append(_pointer(name, key, given))
         else:
             found.append(getattr(fx, kind)(given or 0))
     return found
+
+
+@lru_cache(maxsize=256)
+def _parameters(jit: Any) -> tuple[tuple[str, str], ...]:
+    """(name, type) of a launcher's kernel arguments."""
+    found = inspect.signature(jit.func).parameters.values()
+    kinds = ((p.name, str(p.annotation).rsplit(".", maxsplit=1)[-1]) for p in found)
+    return tuple((name, kind) for name, kind in kinds if name not in ("x", "y", "z", "stream"))
 
 
 def _pointer(name: str, key: tuple[str, str, Any, frozenset[str]], tensor: Any) -> Any:

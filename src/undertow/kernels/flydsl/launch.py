@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -37,14 +38,22 @@ def backward(
 
 
 def run_on_device(step: Step) -> None:
-    """Launch one step on the current stream of its first tensor's device; compiled on first use of its key."""
-    jit, compiled = _compiled(step.key)
-    stream = torch.cuda.current_stream().cuda_stream
-    compiled(*arguments(jit, step.key, step.args), *step.grid, stream)
+    """Launch one step on the current stream of its tensors' device; compiled on first use of its key there."""
+    device = next(arg.device for arg in step.flat() if isinstance(arg, torch.Tensor))
+    with current_stream(device) as stream:
+        jit, compiled = _compiled(step.key, device.index)
+        compiled(*arguments(jit, step.key, step.args), *step.grid, stream)
+
+
+@contextmanager
+def current_stream(device: torch.device) -> Iterator[int]:
+    """The raw handle of the device's current stream, with the device made current."""
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream().cuda_stream
 
 
 @lru_cache(maxsize=256)
-def _compiled(key: tuple[str, str, Any, frozenset[str]]) -> tuple[Any, Any]:
+def _compiled(key: tuple[str, str, Any, frozenset[str]], device: int | None) -> tuple[Any, Any]:
     jit = launcher(key)
     return jit, compile_launcher(jit, key)
 
