@@ -45,7 +45,7 @@ class Bench:
         arena.freeze()
         report = Collector(frozenset())
         program = Program(module, 0, self.target, max(vgprs, 1), agprs, self.lds, self.scratch, self.flush32, granule)
-        machine = Machine(program, arena, self.waves, self.per_group, report, self.options)
+        machine = Machine(program, arena, report, self.options, waves=self.waves, waves_per_group=self.per_group)
         machine.restart()
         state = machine.state
         for bank, values in ((state.v, self.v), (state.a, self.a)):

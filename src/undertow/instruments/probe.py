@@ -218,9 +218,10 @@ def probe(problem: Problem, arch: str, which: str = "backward") -> list[IsaRepor
 
 
 def probe_function(name: str, signature: str, arch: str, constexprs: dict[str, Any] | None = None) -> list[IsaReport]:
-    """Compile someone's Triton kernel `module:function` for `signature` (such as "*bf16,*fp32:16,i32"; a pointer or
-    integer followed by :16 is divisible by 16) and inspect it. `constexprs` holds tl.constexpr parameters and compiler
-    options such as num_warps.
+    """Compile someone's Triton kernel `module:function` and inspect it.
+
+    signature: one type a run-time parameter, such as "*bf16,*fp32:16,i32"; a pointer or integer followed by :16 is
+    divisible by 16. constexprs: tl.constexpr parameters and compiler options such as num_warps.
     """
     spec = {"function": name, "signature": signature, "arch": arch, "constexprs": constexprs or {}}
     return [_report(item, arch) for item in compile_in_subprocess(spec)]

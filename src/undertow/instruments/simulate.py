@@ -16,6 +16,7 @@ from ..target import TARGETS
 from . import inputs
 from .verify import Parity, compare
 
+DEFAULT = Options()
 FP32 = ("lse", "dlse", "delta", "dsink")
 
 
@@ -35,7 +36,7 @@ class Simulation:
 
 
 def simulate(
-    problem: Problem, arch: str = "gfx942", kernel: str = "triton", *, seed: int = 0, options: Options = Options()
+    problem: Problem, arch: str = "gfx942", kernel: str = "triton", *, seed: int = 0, options: Options = DEFAULT
 ) -> Simulation:
     """Forward and backward of a problem under the simulator, every tensor through the gates of `verify`.
 

@@ -40,8 +40,10 @@ class Arena:
         self._top = ALIGN
 
     def add(self, content: np.ndarray, name: str, itemsize: int = 1, skew: int = 0) -> int:
-        """Reserve a buffer with this content (u8; copied at `freeze`), `skew` bytes past an aligned address.
-        Returns its address."""
+        """Reserve a buffer with this content (u8; copied at `freeze`); returns its address.
+
+        `skew` is how many bytes past an aligned address it starts.
+        """
         octets = content.reshape(-1).view(np.uint8)
         address = BASE + (len(self.buffers) << SHIFT) + START + skew
         self.buffers.append(Buffer(name, address, self._top + skew, octets.size, itemsize))
@@ -65,8 +67,11 @@ class Arena:
         self._shift = self._first - np.array([b.offset for b in self.buffers] or [0], np.int64)
 
     def locate(self, addresses: np.ndarray, nbytes: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Arena offsets of accesses of `nbytes` at int64 addresses, a bool array of those inside a buffer (None when
-        all are), and the buffer number when all are in the same one, else -1. Offsets of accesses outside are 0."""
+        """Arena offsets of accesses of `nbytes` at int64 addresses.
+
+        Also a bool array of those inside a buffer (None when all are), and the buffer number when all are in the same
+        one, else -1. Offsets of accesses outside are 0.
+        """
         lowest, highest = int(addresses.min()), int(addresses.max())
         number = (lowest - BASE) >> SHIFT
         if number == (highest - BASE) >> SHIFT and 0 <= number < len(self.buffers):

@@ -36,38 +36,10 @@ NAMED_SGPRS = {
 VCC, M0, EXEC, SCC = 106, 124, 126, 253
 
 VALUED_MODIFIERS = frozenset(
-    [
-        "offset",
-        "offset0",
-        "offset1",
-        "op_sel",
-        "op_sel_hi",
-        "neg_lo",
-        "neg_hi",
-        "dst_sel",
-        "dst_unused",
-        "src0_sel",
-        "src1_sel",
-        "quad_perm",
-        "row_shl",
-        "row_shr",
-        "row_ror",
-        "row_newbcast",
-        "row_bcast",
-        "wave_shl",
-        "wave_shr",
-        "wave_rol",
-        "wave_ror",
-        "row_mask",
-        "bank_mask",
-        "bound_ctrl",
-        "mul",
-        "div",
-        "cbsz",
-        "abid",
-        "blgp",
-        "bitop3",
-    ]
+    ["offset", "offset0", "offset1", "op_sel", "op_sel_hi", "neg_lo", "neg_hi", "mul", "div", "bitop3"]
+    + ["cbsz", "abid", "blgp", "dst_sel", "dst_unused", "src0_sel", "src1_sel"]
+    + ["quad_perm", "row_shl", "row_shr", "row_ror", "row_newbcast", "row_bcast", "row_mask", "bank_mask", "bound_ctrl"]
+    + ["wave_shl", "wave_shr", "wave_rol", "wave_ror"]
 )
 FLAG_MODIFIERS = frozenset(
     ["offen", "idxen", "glc", "slc", "lds", "sc0", "sc1", "nt", "gds", "clamp", "row_mirror", "row_half_mirror", "tfe"]
@@ -79,6 +51,7 @@ _LABEL = re.compile(r"(?:[0-9a-f]{8,16} )?<?([\w.$@]+)>?:")
 _REGISTER = re.compile(r"([vsa]|ttmp)(?:(\d+)|\[(\d+)(?::(\d+))?\])$")
 _FLOAT = re.compile(r"-?\d+\.\d*(?:e[+-]?\d+)?$")
 _INTEGER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)$")
+_SYMBOL = re.compile(r"[\w.$@]+$|hwreg\(.*\)$|sendmsg\(.*\)$")
 _MODIFIER = re.compile(r"([a-z_0-9]+):(.+)$", re.S)
 _ADDRESS = re.compile(r"//\s*([0-9A-F]{8,16}):")
 _FILE = re.compile(r'\.file\s+(\d+)\s+(?:"([^"]*)"\s+)?"([^"]*)"')
@@ -188,6 +161,22 @@ def split_top_level(text: str, separator: str) -> list[str]:
 
 def parse_operand(text: str) -> Operand:
     """One operand of a VALU, SALU or memory instruction."""
+    text, flags = _strip_source_modifiers(text)
+    register = _parse_register(text, flags)
+    if register is not None:
+        return register
+    if text == "off":
+        return Operand("off")
+    if _FLOAT.match(text):
+        return Operand("float", value=float(text), **flags)
+    if _INTEGER.match(text):
+        return Operand("int", value=int(text, 0), **flags)
+    if _SYMBOL.match(text):
+        return Operand("symbol", value=text)
+    raise AsmError(f"operand {text!r} is not understood")
+
+
+def _strip_source_modifiers(text: str) -> tuple[str, dict[str, bool]]:
     negate = absolute = sign_extend = False
     if text.startswith("sext(") and text.endswith(")"):
         text, sign_extend = text[5:-1], True
@@ -199,30 +188,24 @@ def parse_operand(text: str) -> Operand:
         text, absolute = text[1:-1], True
     elif text.startswith("abs(") and text.endswith(")"):
         text, absolute = text[4:-1], True
-    flags = {"negate": negate, "absolute": absolute, "sign_extend": sign_extend}
-    match = _REGISTER.match(text)
-    if match:
-        kind, single, first, last = match.groups()
-        index = int(single if single is not None else first)
-        count = int(last) - index + 1 if last is not None else 1
-        if kind == "ttmp":
-            kind, index = "s", index + 108
-        limit = 128 if kind == "s" else 256
-        if count < 1 or index + count > limit:
-            raise AsmError(f"register {text!r} is outside the register file")
-        return Operand(kind, index, count, **flags)
+    return text, {"negate": negate, "absolute": absolute, "sign_extend": sign_extend}
+
+
+def _parse_register(text: str, flags: dict[str, bool]) -> Operand | None:
     if text in NAMED_SGPRS:
         index, count = NAMED_SGPRS[text]
         return Operand("s", index, count, **flags)
-    if text == "off":
-        return Operand("off")
-    if _FLOAT.match(text):
-        return Operand("float", value=float(text), **flags)
-    if _INTEGER.match(text):
-        return Operand("int", value=int(text, 0), **flags)
-    if re.match(r"[\w.$@]+$", text) or re.match(r"hwreg\(.*\)$|sendmsg\(.*\)$", text):
-        return Operand("symbol", value=text)
-    raise AsmError(f"operand {text!r} is not understood")
+    match = _REGISTER.match(text)
+    if not match:
+        return None
+    kind, single, first, last = match.groups()
+    index = int(single if single is not None else first)
+    count = int(last) - index + 1 if last is not None else 1
+    if kind == "ttmp":
+        kind, index = "s", index + 108
+    if count < 1 or index + count > (128 if kind == "s" else 256):
+        raise AsmError(f"register {text!r} is outside the register file")
+    return Operand(kind, index, count, **flags)
 
 
 def _parse_body(opcode: str, rest: str) -> tuple[tuple[Operand, ...], dict[str, str | bool]]:
@@ -267,62 +250,81 @@ def parse(text: str) -> Module:
     """Parse assembly text. Raises AsmError with the line for anything that is not understood."""
     if len(text) > MAX_TEXT_BYTES:
         raise AsmError(f"text of {len(text)} bytes; the limit is {MAX_TEXT_BYTES}")
-    instructions: list[Instruction] = []
-    labels: dict[str, int] = {}
-    kernels: dict[str, Kernel] = {}
-    by_address: dict[int, int] = {}
-    branches: list[tuple[Instruction, int | None]] = []
-    files: dict[str, str] = {}
-    source = target = None
-    current: Kernel | None = None
+    reader = _Reader()
     for number, raw in enumerate(text.splitlines(), 1):
+        reader.line(number, raw)
+    return reader.finish(text)
+
+
+class _Reader:
+    """State of one pass over the lines."""
+
+    def __init__(self) -> None:
+        self.module = Module([], {}, {}, None)
+        self.by_address: dict[int, int] = {}
+        self.branches: list[tuple[Instruction, int | None]] = []
+        self.files: dict[str, str] = {}
+        self.source: str | None = None
+        self.current: Kernel | None = None
+
+    def line(self, number: int, raw: str) -> None:
+        """Take in one line."""
         line = _strip_comment(raw)
-        if not line:
-            continue
-        if line[0] == ".":
-            if line.startswith(".loc"):
-                match = _LOC.match(line)
-                source = (
-                    f"{files.get(match.group(1), '?')}:{match.group(2)}" if match and match.group(2) != "0" else None
-                )
-                continue
-            if line.startswith(".amdhsa_"):
-                current, target = _directive(line, kernels, current, target)
-                continue
-            if line.startswith(".file") and (match := _FILE.match(line)):
-                files[match.group(1)] = match.group(3)
-                continue
-            if line.startswith(".amdgcn_target"):
-                target = (re.findall(r"gfx[0-9a-f]+", line) or [target])[-1]
-                continue
-        match = _LABEL.match(line)
-        if match:
-            labels[match.group(1)] = len(instructions)
-            continue
+        if not line or (line[0] == "." and self._directive(line)):
+            return
+        label = _LABEL.match(line)
+        if label:
+            self.module.labels[label.group(1)] = len(self.module.instructions)
+            return
         match = _INSTRUCTION.match(line)
-        if not match:
-            continue
-        if len(instructions) >= MAX_INSTRUCTIONS:
+        if match:
+            self._instruction(number, line, match.group(0), _ADDRESS.search(raw))
+
+    def _directive(self, line: str) -> bool:
+        """Handle a directive; False when the line may be a label such as .LBB0_1."""
+        key, _, value = line.partition(" ") if " " in line else line.partition("\t")
+        value = value.strip()
+        if key == ".loc":
+            match = _LOC.match(line)
+            known = match and match.group(2) != "0"
+            self.source = f"{self.files.get(match.group(1), '?')}:{match.group(2)}" if known else None
+        elif key == ".file":
+            match = _FILE.match(line)
+            if match:
+                self.files[match.group(1)] = match.group(3)
+        elif key == ".amdgcn_target":
+            self.module.target = (re.findall(r"gfx[0-9a-f]+", line) or [None])[-1]
+        elif key == ".amdhsa_kernel":
+            self.current = self.module.kernels.setdefault(value, Kernel(value))
+        elif key.startswith(".amdhsa_") and self.current is not None and _INTEGER.match(value):
+            self.current.directives[key[8:]] = int(value, 0)
+        return not line.endswith(":")
+
+    def _instruction(self, number: int, line: str, mnemonic: str, address: re.Match | None) -> None:
+        index = len(self.module.instructions)
+        if index >= MAX_INSTRUCTIONS:
             raise AsmError(f"line {number}: more than {MAX_INSTRUCTIONS} instructions")
-        opcode, encoding = _split_opcode(match.group(0))
+        opcode, encoding = _split_opcode(mnemonic)
         try:
-            operands, modifiers = _parse_body(opcode, line[match.end() :].strip())
+            operands, modifiers = _parse_body(opcode, line[len(mnemonic) :].strip())
         except ValueError as error:
             raise AsmError(f"line {number}: {line}: {error}") from None
-        item = Instruction(len(instructions), number, line, opcode, encoding, operands, modifiers, source=source)
-        address = _ADDRESS.search(raw)
-        address = int(address.group(1), 16) if address else None
-        if address is not None:
-            by_address[address] = item.index
+        item = Instruction(index, number, line, opcode, encoding, operands, modifiers, source=self.source)
+        place = int(address.group(1), 16) if address else None
+        if place is not None:
+            self.by_address[place] = index
         if opcode.startswith(("s_cbranch", "s_branch")):
-            branches.append((item, address))
-        instructions.append(item)
-    for item, address in branches:
-        item.target = _branch_target(item, address, labels, by_address)
-    for kernel in kernels.values():
-        kernel.entry = labels.get(kernel.name)
-    _read_metadata(text, kernels)
-    return Module(instructions, labels, kernels, target)
+            self.branches.append((item, place))
+        self.module.instructions.append(item)
+
+    def finish(self, text: str) -> Module:
+        """Resolve branches and read the metadata block."""
+        for item, address in self.branches:
+            item.target = _branch_target(item, address, self.module.labels, self.by_address)
+        for kernel in self.module.kernels.values():
+            kernel.entry = self.module.labels.get(kernel.name)
+        _read_metadata(text, self.module.kernels)
+        return self.module
 
 
 def _strip_comment(raw: str) -> str:
@@ -331,18 +333,6 @@ def _strip_comment(raw: str) -> str:
         if at >= 0:
             raw = raw[:at]
     return raw.strip()
-
-
-def _directive(line: str, kernels: dict[str, Kernel], current: Kernel | None, target: str | None):
-    key, _, value = line.partition(" ")
-    value = value.strip()
-    if key == ".amdhsa_kernel":
-        current = kernels.setdefault(value, Kernel(value))
-    elif current is not None and key != ".amdhsa_code_object_version":
-        number = re.match(r"-?(0x[0-9a-f]+|\d+)$", value)
-        if number:
-            current.directives[key[8:]] = int(value, 0)
-    return current, target
 
 
 def _branch_target(item: Instruction, address: int | None, labels: dict[str, int], by_address: dict[int, int]) -> int:

@@ -56,7 +56,7 @@ def as_tensor(name: str, value: object) -> Tensor | None:
             raise ValueError(f"argument {name}: a tensor on {value.device}; the simulator runs on CPU tensors")
         size = value.element_size()
         strides = tuple(s * size for s in value.stride())
-        return Tensor(name, value.data_ptr(), tuple(value.shape), strides, size, True)
+        return Tensor(name, value.data_ptr(), tuple(value.shape), strides, size, writeable=True)
     return None
 
 

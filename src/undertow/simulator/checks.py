@@ -111,7 +111,8 @@ class Waits:
                 "wait",
                 step.instruction,
                 late,
-                f"{register_name(register)} is {what} before an s_waitcnt {entry.counter} guarantees line {source.line}: {source.text}",
+                f"{register_name(register)} is {what} before an s_waitcnt {entry.counter} guarantees"
+                f" line {source.line}: {source.text}",
             )
             entry.sequence = np.where(late, NEVER, entry.sequence)
 
@@ -135,7 +136,7 @@ class LdsShadow:
     """Who touched each granule of LDS, in which barrier interval (epoch)."""
 
     def __init__(
-        self, lds: np.ndarray, state: State, waves_per_group: int, granule: int, waits: Waits, report: object
+        self, lds: np.ndarray, state: State, waits: Waits, report: object, *, waves_per_group: int, granule: int
     ) -> None:
         self.state, self.waits, self.report = state, waits, report
         self.granule = granule
@@ -191,7 +192,7 @@ class LdsShadow:
         return cells, tags[:, None], tags[:, None] >> WAVE_BITS, waves[:, None]
 
     def _complain(
-        self, kind: str, x: Instruction, bad: np.ndarray, waves: np.ndarray, cells: np.ndarray, text: str
+        self, kind: str, x: Instruction, bad: np.ndarray, waves: np.ndarray, cells: np.ndarray, *, text: str
     ) -> None:
         if bad.any():
             lane, part = (int(v[0]) for v in np.nonzero(np.broadcast_to(bad, cells.shape)))
@@ -206,18 +207,12 @@ class LdsShadow:
         writer = self.writer[cells]
         if int(writer.min()) == NEVER:
             self._complain(
-                "lds-uninitialised", x, writer == NEVER, waves, cells, "LDS is read before anything wrote it"
+                "lds-uninitialised", x, writer == NEVER, waves, cells, text="LDS is read before anything wrote it"
             )
         foreign = writer != tags
         now = foreign & (writer >> WAVE_BITS == epochs)
-        self._complain(
-            "lds-race",
-            x,
-            now,
-            waves,
-            cells,
-            "read after write (RAW): another wave wrote this LDS since the last barrier",
-        )
+        text = "read after write (RAW): another wave wrote this LDS since the last barrier"
+        self._complain("lds-race", x, now, waves, cells, text=text)
         if self.any_load or self.any_unpublished:
             self._check_published(x, cells, waves, foreign & ~now & (writer != NEVER))
         entry = _Read(cells, tags, waves, self.waits.issued["lgkmcnt"] + 1, self.state.group.copy())
@@ -233,9 +228,9 @@ class LdsShadow:
             open_write &= ~load
             limit = np.where(owner == waves, self.waits.done["vmcnt"][owner], self.waits.at_barrier["vmcnt"][owner])
             text = "read before an s_waitcnt vmcnt guarantees the load that writes this LDS"
-            self._complain("lds-load", x, load & (sequence > limit), waves, cells, text)
+            self._complain("lds-load", x, load & (sequence > limit), waves, cells, text=text)
         text = "another wave's write was not retired by s_waitcnt lgkmcnt before the barrier"
-        self._complain("lds-publish", x, open_write, waves, cells, text)
+        self._complain("lds-publish", x, open_write, waves, cells, text=text)
 
     def _enter_reads(self) -> None:
         """Bring `reader` up to date: done only when a write needs it."""
@@ -255,11 +250,15 @@ class LdsShadow:
         address: np.ndarray,
         nbytes: int,
         lanes: np.ndarray | None,
+        *,
         values: np.ndarray | None = None,
         load: bool = False,
     ) -> None:
-        """Check an LDS write, before it happens. `values` [lanes, granules] are the new contents where they are known:
-        two waves that write the same value do not race."""
+        """Check an LDS write, before it happens.
+
+        `values` [lanes, granules] are the new contents where they are known: two waves that write the same value do not
+        race.
+        """
         self._enter_reads()
         cells, tags, epochs, waves = self._cells(address, nbytes, lanes)
         writer, reader = self.writer[cells], self.reader[cells]
@@ -275,15 +274,15 @@ class LdsShadow:
             together = np.zeros(cells.shape, bool)
             np.logical_or(together, winner != values, out=together)
         text = "write after write (WAW): another wave wrote this LDS since the last barrier"
-        self._complain("lds-race", x, clash | together, waves, cells, text)
+        self._complain("lds-race", x, clash | together, waves, cells, text=text)
         read_by_other = ((reader != tags) & (reader >> WAVE_BITS == epochs)) | (self.many_readers[cells] == epochs)
         text = "write after read (WAR): another wave read this LDS since the last barrier"
-        self._complain("lds-race", x, read_by_other, waves, cells, text)
+        self._complain("lds-race", x, read_by_other, waves, cells, text=text)
         if self.any_unretired:
             holder = self.unretired[cells]
             late = self.unretired_sequence[cells] > self.waits.at_barrier["lgkmcnt"][holder]
-            text = "another wave's read was not retired by s_waitcnt lgkmcnt before the barrier that lets this LDS be reused"
-            self._complain("lds-recycle", x, (holder >= 0) & (holder != waves) & late, waves, cells, text)
+            text = "another wave's read was not retired by s_waitcnt lgkmcnt before the barrier that frees this LDS"
+            self._complain("lds-recycle", x, (holder >= 0) & (holder != waves) & late, waves, cells, text=text)
         self.write_wave[cells] = waves
         self.write_sequence[cells] = (self.waits.issued["vmcnt" if load else "lgkmcnt"] + 1)[waves]
         if not load:
@@ -317,7 +316,7 @@ class Checks:
     def __init__(self, lds: np.ndarray, state: State, waves_per_group: int, granule: int, report: object) -> None:
         self.report = report
         self.waits = Waits(state, report)
-        self.lds = LdsShadow(lds, state, waves_per_group, granule, self.waits, report)
+        self.lds = LdsShadow(lds, state, self.waits, report, waves_per_group=waves_per_group, granule=granule)
 
     def reset(self) -> None:
         """Ready for another batch."""

@@ -13,8 +13,8 @@ from .asm import Module
 from .matrix import REGISTERS_PER_ELEMENT, SHAPES
 
 NEEDED = (
-    "a code object needs a disassembler: install the extra `pip install 'undertow[simulator]'` (the tinygrad wheel's decoder)"
-    " or have llvm-objdump 19 or later on PATH (20 for gfx950)"
+    "a code object needs a disassembler: install the extra `pip install 'undertow[simulator]'` (the decoder of the"
+    " tinygrad wheel) or have llvm-objdump 19 or later on PATH (20 for gfx950)"
 )
 SPECIAL = {102: "flat_scratch", 104: "xnack_mask", 106: "vcc", 126: "exec"}
 SINGLE = {
@@ -38,6 +38,7 @@ FLOATS = {
     247: "-4.0",
     248: "0.15915494",
 }
+LITERAL = 255
 SDWA_NAMES = ("BYTE_0", "BYTE_1", "BYTE_2", "BYTE_3", "WORD_0", "WORD_1", "DWORD")
 UNUSED_NAMES = ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE")
 RENAMED = {
@@ -159,27 +160,10 @@ class Decoded:
         return f"{self.name} {', '.join(operands)} {' '.join(modifiers)}".strip()
 
     # ------------------------------------------------------------------ operands
-    def register(self, field: str, bits: int | None = None, accumulator: bool = False, base: int | None = None) -> str:
+    def register(self, field: str, bits: int | None = None, accumulator: bool = False) -> str:
         """A register or constant field in text."""
         value = getattr(self.x, field)
-        if not hasattr(value, "offset"):
-            return str(value)
-        number = value.offset
-        words = max(1, (bits if bits is not None else self.sizes.get(field, 32)) // 32)
-        if 256 <= number < 512:
-            kind = "s" if field == "vdst" and self.name.startswith(("v_readlane", "v_readfirstlane")) else "v"
-            return _span("a" if accumulator else kind, number - 256, words)
-        if number == 255:
-            return f"{self.get('literal') & 0xFFFFFFFF:#x}"
-        if number in FLOATS:
-            return FLOATS[number]
-        if 128 <= number <= 208:
-            return str(number - 128 if number <= 192 else 192 - number)
-        if number in SPECIAL:
-            return SPECIAL[number] if words == 2 else SPECIAL[number] + "_lo"
-        if number in SINGLE:
-            return SINGLE[number]
-        return _span("s", number, words)
+        return _encoded(self, field, value, bits, accumulator) if hasattr(value, "offset") else str(value)
 
     def _signed(self, text: str, negate: int, absolute: int) -> str:
         text = f"|{text}|" if absolute else text
@@ -225,7 +209,7 @@ class Decoded:
     def _vop(self) -> tuple[list[str], list[str]]:
         first = "vsrc0" if self.sdwa or self.dpp else "src0"
         if self.name.startswith("v_accvgpr_mov"):
-            return [self.register("vdst", 32, True), self.register("src0", 32, True)], []
+            return [self.register(field, 32, accumulator=True) for field in ("vdst", "src0")], []
         head = [self.register("vdst")] if "vdst" in self.sizes else []
         if self.family == "VOPC":
             head = [self.register("sdst", 64) if hasattr(self.x, "sdst") and self.get("sd") else "vcc"]
@@ -384,6 +368,22 @@ class Decoded:
         if self.get("lds"):
             return place, [*flags, *self._cache(), "lds"]
         return [self.register("vdata", None, bool(self.get("acc"))), *place], flags + self._cache()
+
+
+def _encoded(x: Decoded, field: str, value: object, bits: int | None, accumulator: bool) -> str:
+    """A register or constant by its 9-bit source code."""
+    number = value.offset
+    words = max(1, (bits if bits is not None else x.sizes.get(field, 32)) // 32)
+    if 256 <= number < 512:
+        kind = "s" if field == "vdst" and x.name.startswith(("v_readlane", "v_readfirstlane")) else "v"
+        return _span("a" if accumulator else kind, number - 256, words)
+    if number == LITERAL:
+        return f"{x.get('literal') & 0xFFFFFFFF:#x}"
+    if 128 <= number <= 208:
+        return str(number - 128 if number <= 192 else 192 - number)
+    if number in SPECIAL:
+        return SPECIAL[number] if words == 2 else SPECIAL[number] + "_lo"
+    return FLOATS.get(number) or SINGLE.get(number) or _span("s", number, words)
 
 
 def _span(kind: str, first: int, count: int) -> str:

@@ -154,49 +154,23 @@ def unpack(data: bytes, at: int) -> tuple[object, int]:
     """One MessagePack value (the types that code object metadata uses) and the offset behind it."""
     tag = data[at]
     at += 1
-    if tag <= 0x7F:
-        return tag, at
-    if tag >= 0xE0:
-        return tag - 256, at
-    if tag <= 0x8F:
-        return _unpack_map(data, at, tag & 15)
-    if tag <= 0x9F:
-        return _unpack_list(data, at, tag & 15)
+    if tag <= 0x7F or tag >= 0xE0:
+        return tag if tag <= 0x7F else tag - 256, at
     if tag <= 0xBF:
-        return data[at : at + (tag & 31)].decode(), at + (tag & 31)
-    if tag in (0xC0, 0xC2, 0xC3):
-        return {0xC0: None, 0xC2: False, 0xC3: True}[tag], at
-    numbers = {
-        0xCC: "B",
-        0xCD: ">H",
-        0xCE: ">I",
-        0xCF: ">Q",
-        0xD0: "b",
-        0xD1: ">h",
-        0xD2: ">i",
-        0xD3: ">q",
-        0xCA: ">f",
-        0xCB: ">d",
-    }
-    if tag in numbers:
-        return struct.unpack_from(numbers[tag], data, at)[0], at + struct.calcsize(numbers[tag])
-    sized = {
-        0xD9: ("B", str),
-        0xDA: (">H", str),
-        0xDB: (">I", str),
-        0xDC: (">H", list),
-        0xDD: (">I", list),
-        0xDE: (">H", dict),
-        0xDF: (">I", dict),
-    }
-    if tag not in sized:
+        readers = (_unpack_map, _unpack_list, _unpack_text, _unpack_text)
+        return readers[(tag >> 4) - 8](data, at, tag & (31 if tag >= 0xA0 else 15))
+    if tag in CONSTANTS:
+        return CONSTANTS[tag], at
+    layout, reader = SIZED.get(tag, (None, None))
+    if layout is None:
         raise ValueError(f"code object: metadata tag {tag:#x}")
-    layout, kind = sized[tag]
-    count = struct.unpack_from(layout, data, at)[0]
+    value = struct.unpack_from(layout, data, at)[0]
     at += struct.calcsize(layout)
-    if kind is str:
-        return data[at : at + count].decode(), at + count
-    return _unpack_list(data, at, count) if kind is list else _unpack_map(data, at, count)
+    return reader(data, at, value) if reader else (value, at)
+
+
+def _unpack_text(data: bytes, at: int, count: int) -> tuple[str, int]:
+    return data[at : at + count].decode(), at + count
 
 
 def _unpack_list(data: bytes, at: int, count: int) -> tuple[list, int]:
@@ -213,3 +187,15 @@ def _unpack_map(data: bytes, at: int, count: int) -> tuple[dict, int]:
         key, at = unpack(data, at)
         out[key], at = unpack(data, at)
     return out, at
+
+
+CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+NUMBERS = "B >H >I >Q b >h >i >q"
+SIZED = {0xCC + n: (layout, None) for n, layout in enumerate(NUMBERS.split())}
+SIZED |= {0xCA: (">f", None), 0xCB: (">d", None)}
+for _first, _reader, _layouts in (
+    (0xD9, _unpack_text, ("B", ">H", ">I")),
+    (0xDC, _unpack_list, (">H", ">I")),
+    (0xDE, _unpack_map, (">H", ">I")),
+):
+    SIZED |= {_first + n: (layout, _reader) for n, layout in enumerate(_layouts)}

@@ -195,8 +195,9 @@ def _i24(a: np.ndarray) -> np.ndarray:
 
 
 def _divide_fixup(quotient: np.ndarray, denominator: np.ndarray, numerator: np.ndarray) -> np.ndarray:
-    """v_div_fixup_f32: the special cases of numerator / denominator around the computed quotient. A NaN quotient of
-    finite numbers is an overflow of the refinement steps, and becomes infinity.
+    """v_div_fixup_f32: the special cases of numerator / denominator around the computed quotient.
+
+    A NaN quotient of finite numbers is an overflow of the refinement steps, and becomes infinity.
     """
     sign = np.signbit(denominator) ^ np.signbit(numerator)
     signed = lambda magnitude: np.where(sign, -magnitude, magnitude).astype(f32)

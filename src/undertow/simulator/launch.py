@@ -24,8 +24,11 @@ LDS_SIZES = {"b8": 1, "u8": 1, "i8": 1, "b16": 2, "u16": 2, "i16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to simulate. `outputs` names tensors whose every element the launch must write. `seed` shuffles the order of
-    waves and of lanes that share memory. `allow` demotes kinds of findings to notes."""
+    """How to simulate.
+
+    `outputs` names tensors whose every element the launch must write. `seed` shuffles the order of waves and of lanes
+    that share memory. `allow` demotes kinds of findings to notes. `bank_model` counts LDS bank conflicts (slower).
+    """
 
     checks: bool = True
     seed: int | None = None
@@ -54,10 +57,12 @@ def isa(
 ) -> Report:
     """Run a kernel from LLVM assembly text with `.amdgpu_metadata` (what Triton, FlyDSL and hipcc write).
 
-    grid: workgroups (int or up to 3); block: threads; args: one value per kernel argument, in order or by name: CPU torch
-    tensors and numpy arrays (written back), numbers, bytes for structs, None for a null pointer; dynamic_lds: bytes of LDS
-    that the launch adds to what the kernel declares. Raises ValueError for
-    bad arguments, NotImplementedError for an instruction that is not modelled, SimulationError for a runaway program.
+    grid: workgroups (int or up to 3); block: threads; args: one value per kernel argument, in order or by name: CPU
+    torch tensors and numpy arrays (written back), numbers, bytes for structs, None for a null pointer. dynamic_lds:
+    bytes of LDS that the launch adds to what the kernel declares.
+
+    Raises ValueError for bad arguments, NotImplementedError for an instruction that is not modelled, SimulationError
+    for a runaway program.
     """
     module = asm.parse(text)
     return simulate_module(module, kernel, grid, block, args, dynamic_lds=dynamic_lds, target=target, options=options)
@@ -73,7 +78,10 @@ def code_object(
     dynamic_lds: int = 0,
     options: Options = DEFAULT,
 ) -> Report:
-    """Run a kernel of an AMD ELF code object (.co, .hsaco); needs the `simulator` extra (tinygrad) or llvm-objdump >= 19."""
+    """Run a kernel of an AMD ELF code object (.co, .hsaco); arguments as for `isa`.
+
+    Needs the `simulator` extra (tinygrad) or llvm-objdump 19 or later; RuntimeError names both when neither is there.
+    """
     from .disassemble import load
 
     return simulate_module(
@@ -203,7 +211,9 @@ def simulate_module(
     collector = Collector(frozenset(options.allow))
     start = time.perf_counter()
     with np.errstate(all="ignore"):
-        totals = _run_batches(program, chosen, arena, collector, options, (grid3, block3, segment, kernarg, packet))
+        totals = _run_batches(
+            program, chosen, arena, collector, options=options, launch=(grid3, block3, segment, kernarg, packet)
+        )
     seconds = time.perf_counter() - start
     if options.checks:
         _check_written(options.outputs, binding, collector)
@@ -265,7 +275,8 @@ def _check_written(outputs: Sequence[str], binding: Binding, collector: Collecto
         missing = np.flatnonzero(~binding.arena.written[binding.halves(tensor)].all(1))
         if missing.size:
             first = tuple(int(i) for i in np.unravel_index(missing[0], tensor.shape))
-            text = f"{missing.size} of {int(np.prod(tensor.shape))} elements of {name} were never written; the first is {list(first)}"
+            total = int(np.prod(tensor.shape))
+            text = f"{missing.size} of {total} elements of {name} were never written; the first is {list(first)}"
             collector.add_at("output-unwritten", None, None, text=text, count=int(missing.size), key=name)
 
 
@@ -278,8 +289,9 @@ def _dispatch_packet(grid: tuple[int, int, int], block: tuple[int, int, int]) ->
 
 
 def _run_batches(
-    program: Program, kernel: asm.Kernel, arena: Arena, collector: Collector, options: Options, launch: tuple
-):
+    program: Program, kernel: asm.Kernel, arena: Arena, collector: Collector, *, options: Options, launch: tuple
+) -> tuple[int, np.ndarray, np.ndarray, int]:
+    """Steps, executions and bytes of every instruction, modelled bank conflict cycles."""
     grid, block, segment, kernarg, packet = launch
     threads = int(np.prod(block))
     waves = -(-threads // LANES)
@@ -288,7 +300,7 @@ def _run_batches(
     machine = None
     for first in range(0, count, max(size, 1)):
         if machine is None:
-            machine = Machine(program, arena, size * waves, waves, collector, options)
+            machine = Machine(program, arena, collector, options, waves=size * waves, waves_per_group=waves)
         machine.restart()
         numbers = first + np.arange(size)
         ids = np.stack([numbers % grid[0], numbers // grid[0] % grid[1], numbers // (grid[0] * grid[1])])

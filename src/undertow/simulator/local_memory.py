@@ -88,13 +88,14 @@ class LocalMemory:
         bad = lanes & ~valid
         if bad.any():
             wave, lane = (int(v[0]) for v in np.nonzero(bad))
-            text = f"{what} of {nbytes} bytes at LDS address {int(np.broadcast_to(address, bad.shape)[wave, lane])}; the kernel has {self.nbytes} bytes"
+            place = int(address[wave, lane])
+            text = f"{what} of {nbytes} bytes at LDS address {place}; the kernel has {self.nbytes} bytes"
             self.machine.report.add_at(
                 "lds-bounds",
                 x,
                 wave,
                 lane=lane,
-                address=int(address[wave, lane]),
+                address=place,
                 text=text,
                 count=int(bad.sum()),
                 key=what,
@@ -148,12 +149,13 @@ class LocalMemory:
         address: np.ndarray,
         nbytes: int,
         lanes: np.ndarray | None,
-        values: np.ndarray | None,
+        *,
+        values: np.ndarray | None = None,
         load: bool = False,
     ) -> None:
         """Tell the checks about a write of LDS addresses [waves, lanes], before it happens."""
         if self.machine.checks is not None and (lanes is None or lanes.any()):
-            self.machine.checks.lds.write(x, address, nbytes, lanes, values, load)
+            self.machine.checks.lds.write(x, address, nbytes, lanes, values=values, load=load)
 
 
 def ds_address(b: Builder, position: int, offset: int) -> Callable[[], np.ndarray]:
@@ -241,7 +243,7 @@ def write_handler(element: Element, stride: int = 0) -> Handler:
                     machine.count_banks(x, where, element.nbytes, lanes)
                 if checks is not None:
                     granules = written_granules(block, element, lanes, checks.lds.granule)
-                    local.shadow_write(x, where - local.base, element.nbytes, lanes, granules)
+                    local.shadow_write(x, where - local.base, element.nbytes, lanes, values=granules)
                 index = where >> shift
                 for j, register in enumerate(block):
                     value = narrow_source(element, register) if narrow else register
@@ -340,28 +342,36 @@ def swizzle_lanes(b: Builder) -> np.ndarray:
     text = str(b.modifiers.get("offset", "0"))
     match = re.match(r'swizzle\((\w+),\s*"?([\w, ]+)"?\)$', text)
     if match:
-        mode, values = match.groups()
-        if mode == "BITMASK_PERM" and re.match(r"[01pi]{5}$", values):
-            keep = sum((c in "pi") << i for i, c in enumerate(reversed(values)))
-            force = sum((c == "1") << i for i, c in enumerate(reversed(values)))
-            flip = sum((c == "i") << i for i, c in enumerate(reversed(values)))
-            return (lane & 32) | ((((lane & 31) & keep) | force) ^ flip)
-        numbers = [int(v) for v in values.split(",")]
-        if mode == "QUAD_PERM" and len(numbers) == 4 and max(numbers) < 4:
-            return (lane & ~3) | np.array(numbers)[lane & 3]
-        if mode == "SWAP" and numbers[0] in (1, 2, 4, 8, 16):
-            return lane ^ numbers[0]
-        if mode == "REVERSE" and numbers[0] in (2, 4, 8, 16, 32):
-            return lane ^ (numbers[0] - 1)
-        if mode == "BROADCAST" and len(numbers) == 2:
-            return (lane & ~(numbers[0] - 1)) | numbers[1]
-        raise b.fail(f"offset:{text}")
+        lanes = _named_swizzle(*match.groups(), lane)
+        if lanes is None:
+            raise b.fail(f"offset:{text}")
+        return lanes
     code = b.integer("offset")
     if code & 0x8000:
         if code & 0x7F00:
             raise b.fail(f"swizzle mode of offset {code:#x}")
         return (lane & ~3) | ((code >> (2 * (lane & 3))) & 3)
     return (lane & 32) | ((((lane & 31) & (code & 31)) | ((code >> 5) & 31)) ^ ((code >> 10) & 31))
+
+
+def _named_swizzle(mode: str, values: str, lane: np.ndarray) -> np.ndarray | None:
+    """Source lanes of swizzle(mode, values); None for what LLVM does not write."""
+    if mode == "BITMASK_PERM":
+        if not re.match(r"[01pi]{5}$", values):
+            return None
+        picks = lambda letters: sum((c in letters) << i for i, c in enumerate(reversed(values)))
+        return (lane & 32) | ((((lane & 31) & picks("pi")) | picks("1")) ^ picks("i"))
+    numbers = [int(v) for v in values.split(",")]
+    first = numbers[0]
+    if mode == "QUAD_PERM" and len(numbers) == 4 and max(numbers) < 4:
+        return (lane & ~3) | np.array(numbers)[lane & 3]
+    power = first > 0 and first & (first - 1) == 0 and first <= 32
+    patterns = {
+        "SWAP": lambda: lane ^ first,
+        "REVERSE": lambda: lane ^ (first - 1),
+        "BROADCAST": lambda: (lane & ~(first - 1)) | numbers[1],
+    }
+    return patterns[mode]() if power and mode in patterns and len(numbers) == 1 + (mode == "BROADCAST") else None
 
 
 def _swizzle(b: Builder) -> Run:
@@ -406,8 +416,10 @@ def _read_transposed(b: Builder) -> Run:
 
 
 def bank_conflicts(index: np.ndarray, nbytes: int, lanes: np.ndarray | None) -> int:
-    """Extra LDS cycles of one instruction under a model: 32 banks of 4 bytes, 128 bytes a cycle, lanes served in order,
-    equal addresses broadcast. Not validated against hardware counters."""
+    """Extra LDS cycles of one instruction under a model, which is not validated against hardware counters.
+
+    32 banks of 4 bytes, 128 bytes a cycle, lanes served in order, equal addresses broadcast.
+    """
     words = max(1, nbytes // 4)
     address = index >> 2
     if lanes is not None:
@@ -445,7 +457,7 @@ def handlers() -> dict[str, Handler]:
     table |= {
         "ds_wrxchg_rtn_b32": atomic_handler(Atomic(u32, _exchange), returns=True),
         "ds_cmpst_rtn_b32": atomic_handler(
-            Atomic(u32, lambda old, expected, new: _compare_swap(old, new, expected), 2), True
+            Atomic(u32, lambda old, expected, new: _compare_swap(old, new, expected), 2), returns=True
         ),
         "ds_bpermute_b32": shuffle_handler("pull"),
         "ds_permute_b32": shuffle_handler("push"),

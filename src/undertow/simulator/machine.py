@@ -1,8 +1,8 @@
 """Run all waves of a batch of workgroups in lock-step.
 
 Waves at the same instruction form a group and execute together; waves that diverge form several groups. The group with
-the lowest program counter runs, which brings diverged waves together again. With a seed, waves of a workgroup get random
-priorities at the start and after every barrier, and lanes that touch the same memory do so in random order.
+the lowest program counter runs, which brings diverged waves together again. With a seed, waves of a workgroup get
+random priorities at the start and after every barrier, and lanes that touch the same memory do so in random order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import control, lane_moves, local_memory, matrix, packed, salu, small_mem
 from .arena import Arena
 from .asm import Instruction, Module
 from .checks import Checks
-from .isa import BARRIER, BRANCH, END, PAUSE, Handler, Step, compile_step
+from .isa import BARRIER, BRANCH, END, NEXT, Handler, Step, compile_step
 from .local_memory import LocalMemory, bank_conflicts
 from .report import Collector
 from .state import LANES, State
@@ -60,7 +60,7 @@ class Machine:
     """One batch of workgroups. Built once, run for every batch."""
 
     def __init__(
-        self, program: Program, arena: Arena, waves: int, waves_per_group: int, report: Collector, options: object
+        self, program: Program, arena: Arena, report: Collector, options: object, *, waves: int, waves_per_group: int
     ) -> None:
         self.program, self.arena, self.report = program, arena, report
         self.instructions = program.module.instructions
@@ -156,49 +156,43 @@ class Machine:
         state, checks, executed, compiled = self.state, self.checks, self.executed, self.compiled
         state.set_group(group.waves)
         size = int(np.count_nonzero(group.waves))
-        limit = min((g.pc for g in self.ready if g.priority == group.priority), default=1 << 60)
         pending = checks.waits.pending if checks else {}
-        pc, patience = group.pc, PATIENCE
+        pc, limit, self.patience = group.pc, self._meeting_point(group, group.pc), PATIENCE
         while True:
-            step = compiled[pc] if pc < len(compiled) else None
-            if step is None:
-                step = self.step(pc)
+            step = (compiled[pc] if pc < len(compiled) else None) or self.step(pc)
             executed[pc] += size
             self.steps += 1
             if pending and not pending.keys().isdisjoint(step.touched):
                 checks.waits.check(step, pending.keys() & step.touched)
             outcome = step.run()
-            if outcome is None:
+            if outcome is NEXT:
                 pc += 1
                 if pc < limit:
                     continue
-                if pc == limit:
-                    self._park(group, pc)
-                    return step.instruction
-                limit = min((g.pc for g in self.ready if g.priority == group.priority and g.pc > pc), default=1 << 60)
-                continue
-            if self.steps > self.max_steps:
-                raise self.error(
-                    step.instruction, f"more than max_steps={self.max_steps} steps; a runaway loop, or raise max_steps"
-                )
-            if outcome == BRANCH:
-                here = pc
+            elif outcome == BRANCH:
                 pc = self._branch(step.instruction, group, pc)
-                if pc is None:
-                    return step.instruction
-                patience -= pc <= here
-                if pc >= limit or (patience < 0 and self.ready):
-                    self._park(group, pc, behind=patience < 0)
-                    return step.instruction
-                continue
-            if outcome == PAUSE:
-                self._park(group, pc + 1, behind=True)
-            elif outcome == BARRIER:
-                self._barrier(step.instruction, group.waves, pc + 1)
-            elif outcome == END:
-                self.done |= group.waves
-                self._release(step.instruction)
+                if pc is not None and pc < limit and (self.patience > 0 or not self.ready):
+                    continue
+            else:
+                self._pause(outcome, step.instruction, group, pc + 1)
+                return step.instruction
+            if pc is not None:
+                self._park(group, pc, behind=self.patience <= 0)
             return step.instruction
+
+    def _meeting_point(self, group: _Group, pc: int) -> int:
+        """The nearest program counter where a group of the same priority waits to be joined."""
+        return min((g.pc for g in self.ready if g.priority == group.priority and g.pc > pc), default=1 << 60)
+
+    def _pause(self, outcome: int, x: Instruction, group: _Group, pc: int) -> None:
+        """The group stops at a barrier, at its end, or at an s_sleep."""
+        if outcome == BARRIER:
+            self._barrier(x, group.waves, pc)
+        elif outcome == END:
+            self.done |= group.waves
+            self._release(x)
+        else:
+            self._park(group, pc, behind=True)
 
     def _park(self, group: _Group, pc: int, behind: bool = False) -> None:
         """Put a group back; `behind` lets every other ready group go first once."""
@@ -214,6 +208,9 @@ class Machine:
 
     def _branch(self, x: Instruction, group: _Group, pc: int) -> int | None:
         """The next pc, or None when the group split (its parts are then ready)."""
+        if self.steps > self.max_steps:
+            raise self.error(x, f"more than max_steps={self.max_steps} steps; a runaway loop, or raise max_steps")
+        self.patience -= x.target <= pc
         taken = self.taken
         if taken is True:
             return x.target

@@ -1,7 +1,7 @@
 """Matrix instructions (MFMA): D = A B + C for one wave, EXEC ignored.
 
 Layout of v_mfma_f32_MxMxK: A and B hold k-major groups, lane = row + M * (k // n) with n = K * M / 64 elements a lane,
-low half first. D: column = lane % M, row = 4 * (lane // 16) + r for M = 16, row = 8 * (r // 4) + 4 * (lane // 32) + r % 4
+low half first. D: column = lane % M; row = 4 * (lane // 16) + r for M = 16, and 8 * (r // 4) + 4 * (lane // 32) + r % 4
 for M = 32. Products and sums are f32; the order of the sum is numpy's, not the hardware's.
 """
 

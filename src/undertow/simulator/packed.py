@@ -73,7 +73,9 @@ def packed_16_handler(kind: str, count: int, function: Callable) -> Handler:
         for halves, flips in ((b.bits("op_sel", count, 0), "neg_lo"), (b.bits("op_sel_hi", count, 1), "neg_hi")):
             flip = b.bits(flips, count, 0)
             sources = [b.lane(p + 1, kind, halves[p]) for p in range(count) if b.plain(b.operands[p + 1])]
-            results.append([as_getter(signed(b, s, bool(flip[p]), False, kind)) for p, s in enumerate(sources)])
+            results.append(
+                [as_getter(signed(b, s, bool(flip[p]), absolute=False, kind=kind)) for p, s in enumerate(sources)]
+            )
         low, high = results
         dtype = DTYPES[kind]
         half = lambda getters: np.asarray(function(*[g() for g in getters])).astype(dtype)

@@ -48,7 +48,8 @@ class Finding:
         place = f" ({self.source})" if self.source else ""
         who = "" if self.workgroup is None else f" workgroup {self.workgroup} wave {self.wave}"
         who += "" if self.lane is None else f" lane {self.lane}"
-        return f"{self.severity} {self.kind}: line {self.line}{place}: {self.text}: {self.message};{who or ' -'}, {self.count} times"
+        what = f"{self.severity} {self.kind}: line {self.line}{place}: {self.text}: {self.message}"
+        return f"{what};{who or ' launch'}, {self.count} times"
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,43 +123,25 @@ def scalar_load_handler(count: int, through_buffer: bool) -> Handler:
         first = b.operands[0].index
         if b.operands[0].kind != "s" or first + count > 128:
             raise b.fail("scalar load destination")
-        base = b.operands[1]
-        if through_buffer:
-            b.read(base, 4)
-            low, high, records = (state.s[:, base.index + j] for j in range(3))
-            start = lambda: low.astype(i64) | ((high & u32(0xFFFF)).astype(i64) << 32)
-        else:
-            pair = state.pair(b.read(base, 2).index)
-            start = lambda: pair.view(i64)
-        extra = b.scalar(2) if len(b.operands) > 2 else lambda: u32(0)
-        signed = len(b.operands) > 2 and b.operands[2].kind == "int"
-        immediate = b.integer("offset") + (int(b.operands[2].value) if signed else 0)
-        offset = (lambda: 0) if signed else lambda: extra().astype(i64)
+        start, records = _scalar_base(b, through_buffer)
+        offset = _scalar_offset(b)
         done = issue(b, "lgkmcnt", registers, scalar=True)
         arena, report, x = machine.arena, machine.report, b.instruction
-        target = state.s[:, first : first + count]
+        target, words = state.s[:, first : first + count], np.arange(count)
 
         def run() -> None:
             group = state.group
-            inner = np.broadcast_to(offset() + immediate, (state.waves,))[group]
+            inner = np.broadcast_to(offset(), (state.waves,))[group]
             addresses = (start()[group] + inner) & ~3
-            where, valid, number = arena.locate(addresses, 4 * count)
+            where, valid, _ = arena.locate(addresses, 4 * count)
+            value = arena.words[(where >> 2)[:, None] + words]
             if valid is not None:
-                wave = int(np.flatnonzero(group)[np.flatnonzero(~valid)[0]])
-                address = int(addresses[~valid][0])
-                report.add_at(
-                    "global-bounds",
-                    x,
-                    wave,
-                    address=address,
-                    text=f"scalar load out of bounds: {arena.describe(address)}",
-                    key="bounds",
-                )
-            value = arena.words[(where >> 2)[:, None] + np.arange(count)]
-            if valid is not None:
+                wave, address = int(np.flatnonzero(group)[np.flatnonzero(~valid)[0]]), int(addresses[~valid][0])
+                text = f"scalar load out of bounds: {arena.describe(address)}"
+                report.add_at("global-bounds", x, wave, address=address, text=text, key="bounds")
                 value[~valid] = 0
-            if through_buffer:
-                value[inner[:, None] + 4 * np.arange(1, count + 1) > records.astype(i64)[group][:, None]] = 0
+            if records is not None:
+                value[inner[:, None] + 4 * words + 4 > records[group].astype(i64)[:, None]] = 0
             target[group] = value
             machine.traffic[x.index] += int(group.sum()) * 4 * count
             done()
@@ -167,6 +149,26 @@ def scalar_load_handler(count: int, through_buffer: bool) -> Handler:
         return run
 
     return build
+
+
+def _scalar_base(b: Builder, through_buffer: bool) -> tuple[Callable[[], np.ndarray], np.ndarray | None]:
+    """The base address of each wave, and the num_records of its descriptor when there is one."""
+    base, state = b.operands[1], b.state
+    if not through_buffer:
+        pair = state.pair(b.read(base, 2).index).view(i64)
+        return lambda: pair, None
+    b.read(base, 4)
+    low, high, records = (state.s[:, base.index + j] for j in range(3))
+    return lambda: low.astype(i64) | ((high & u32(0xFFFF)).astype(i64) << 32), records
+
+
+def _scalar_offset(b: Builder) -> Callable[[], np.ndarray]:
+    immediate = b.integer("offset")
+    if len(b.operands) > 2 and b.operands[2].kind == "int":
+        total = np.array(immediate + int(b.operands[2].value), i64)
+        return lambda: total
+    register = b.scalar(2) if len(b.operands) > 2 else None
+    return lambda: (register().astype(i64) if register else np.array(0, i64)) + immediate
 
 
 def handlers() -> dict[str, Handler]:

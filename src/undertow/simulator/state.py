@@ -106,28 +106,19 @@ class State:
             raise UnsupportedError(f"expected {count} vector registers, got {describe(operand)}")
         return self.bank(operand.kind)[operand.index : operand.index + count]
 
-    def lanes(self, operand: Operand, kind: str, half: int = 0, word: int = 0) -> np.ndarray | Getter:
+    def lanes(self, operand: Operand, kind: str, half: int = 0) -> np.ndarray | Getter:
         """A vector source: a persistent view where one exists, else a function that computes it."""
-        if operand.is_register and kind in ("u64", "i64", "f64"):
-            return self._wide_lanes(operand, kind)
-        if operand.kind in "va":
-            register = self.bank(operand.kind)[operand.index + word]
-        elif operand.kind == "s":
-            if operand.index == SCC:
-                return lambda: self.scc[:, None].astype(u32)
-            if operand.index >= 128:
-                raise UnsupportedError(f"scalar source {describe(operand)}")
-            register = self.s[:, operand.index + word : operand.index + word + 1]
-        else:
+        if not operand.is_register:
             return constant(operand, kind, half)
-        if kind in ("u32", "i32", "f32"):
-            return register.view(DTYPES[kind])
-        if kind == "bf16":
-            shift, keep = (u32(16), None) if half == 0 else (None, u32(0xFFFF0000))
-            if half == 0:
-                return lambda: (register << shift).view(f32)
-            return lambda: (register & keep).view(f32)
-        return register.view(u16).reshape(*register.shape, 2)[..., half].view(DTYPES[kind])
+        if kind in ("u64", "i64", "f64"):
+            return self._wide_lanes(operand, kind)
+        if operand.kind == "s" and operand.index == SCC:
+            return lambda: self.scc[:, None].astype(u32)
+        if operand.kind == "s" and operand.index >= 128:
+            raise UnsupportedError(f"scalar source {describe(operand)}")
+        scalar = operand.kind == "s"
+        register = self.s[:, operand.index : operand.index + 1] if scalar else self.bank(operand.kind)[operand.index]
+        return _typed(register, kind, half)
 
     def _wide_lanes(self, operand: Operand, kind: str) -> Getter:
         if operand.count != 2:
@@ -146,13 +137,13 @@ class State:
 
         return join
 
-    def lane_writer(self, operand: Operand, kind: str, half: int | None = None, word: int = 0) -> Writer:
+    def lane_writer(self, operand: Operand, kind: str, half: int | None = None) -> Writer:
         """Write a vector result under EXEC. 16-bit results zero the other half unless `half` says which one to keep."""
         if operand.kind not in "va":
             raise UnsupportedError(f"vector destination {describe(operand)}")
         if kind in ("u64", "i64", "f64"):
             return self._wide_writer(operand)
-        target = self.bank(operand.kind)[operand.index + word]
+        target = self.bank(operand.kind)[operand.index]
         dtype = DTYPES[kind]
         if dtype().itemsize == 2:
             if half is not None:
@@ -253,35 +244,51 @@ def bits_to_lanes(pair: np.ndarray) -> np.ndarray:
     return np.unpackbits(octets, axis=1, bitorder="little").view(bool)
 
 
+def _typed(register: np.ndarray, kind: str, half: int) -> np.ndarray | Getter:
+    """A u32 register seen as `kind`; bf16 halves come as f32."""
+    if kind in ("u32", "i32", "f32"):
+        return register.view(DTYPES[kind])
+    if kind == "bf16":
+        shift, keep = u32(16), u32(0xFFFF0000)
+        return (lambda: (register << shift).view(f32)) if half == 0 else (lambda: (register & keep).view(f32))
+    return register.view(u16).reshape(*register.shape, 2)[..., half].view(DTYPES[kind])
+
+
 def constant(operand: Operand, kind: str, half: int) -> np.ndarray:
     """An inline constant or literal with the bits that an operand of type `kind` sees."""
-    dtype = DTYPES.get(kind, f32)
     if operand.kind == "float":
-        if kind in ("u64", "i64"):
-            raise UnsupportedError(f"float constant {operand.value} for a 64-bit integer operand")
-        if kind == "f16" and half == 1:
-            raise UnsupportedError(f"float constant {operand.value} for the high half of a packed operand")
-        if kind in ("f16", "f64"):
-            return np.array(operand.value, dtype)
-        if kind in ("u16", "i16", "bf16"):
-            raise UnsupportedError(f"float constant {operand.value} for a {kind} operand")
-        return np.array(operand.value, f32).view(dtype)
+        return _float_constant(float(operand.value), kind, half)
     if operand.kind != "int":
         raise UnsupportedError(f"{describe(operand)} as a {kind} source")
-    value = int(operand.value)
-    inline = -16 <= value <= 64
-    if kind in ("u64", "i64"):
-        if not inline and not 0 <= value < 1 << 31:
-            raise UnsupportedError(f"32-bit literal {value:#x} in a 64-bit operand")
-        return np.array(value & ((1 << 64) - 1), u64).view(dtype)
-    if kind == "f64":
-        return np.array((value if inline else value << 32) & ((1 << 64) - 1), u64).view(f64)
+    value, dtype = int(operand.value), DTYPES.get(kind, f32)
+    if WIDTH[kind] == 2:
+        return _wide_constant(value, kind)
     value &= 0xFFFFFFFF
     if kind == "bf16":
         return np.array((value << 16) & 0xFFFFFFFF if half == 0 else value & 0xFFFF0000, u32).view(f32)
-    if WIDTH[kind] == 1 and dtype().itemsize == 2:
+    if dtype().itemsize == 2:
         return np.array((value >> (16 * half)) & 0xFFFF, u16).view(dtype)
     return np.array(value, u32).view(dtype)
+
+
+def _float_constant(value: float, kind: str, half: int) -> np.ndarray:
+    if kind in ("u64", "i64", "u16", "i16", "bf16"):
+        raise UnsupportedError(f"float constant {value} for a {kind} operand")
+    if kind == "f16" and half == 1:
+        raise UnsupportedError(f"float constant {value} for the high half of a packed operand")
+    if kind in ("f16", "f64"):
+        return np.array(value, DTYPES[kind])
+    return np.array(value, f32).view(DTYPES[kind])
+
+
+def _wide_constant(value: int, kind: str) -> np.ndarray:
+    """64-bit operands: inline integers are sign-extended; a literal is the high word of an f64."""
+    inline = -16 <= value <= 64
+    if kind == "f64":
+        return np.array((value if inline else value << 32) & ((1 << 64) - 1), u64).view(f64)
+    if not inline and not 0 <= value < 1 << 31:
+        raise UnsupportedError(f"32-bit literal {value:#x} in a 64-bit operand")
+    return np.array(value & ((1 << 64) - 1), u64).view(DTYPES[kind])
 
 
 def describe(operand: Operand) -> str:

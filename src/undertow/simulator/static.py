@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from .asm import Instruction, Module
 from .report import group_of
@@ -37,14 +38,18 @@ def natural_loops(successors: Sequence[Sequence[int]], entry: int = 0) -> list[t
     for block in order:
         for header in successors[block]:
             if _dominates(dominator, header, block):
-                body = bodies.setdefault(header, {header})
-                stack = [block]
-                while stack:
-                    inner = stack.pop()
-                    if inner not in body:
-                        body.add(inner)
-                        stack.extend(predecessors[inner])
+                _grow(bodies.setdefault(header, {header}), block, predecessors)
     return sorted(bodies.items())
+
+
+def _grow(body: set[int], latch: int, predecessors: dict[int, list[int]]) -> None:
+    """Add everything that reaches the latch without passing the header."""
+    stack = [latch]
+    while stack:
+        inner = stack.pop()
+        if inner not in body:
+            body.add(inner)
+            stack.extend(predecessors[inner])
 
 
 def _reverse_postorder(successors: Sequence[Sequence[int]], entry: int) -> list[int]:
@@ -63,20 +68,21 @@ def _reverse_postorder(successors: Sequence[Sequence[int]], entry: int) -> list[
 
 def _dominators(order: list[int], position: dict[int, int], predecessors: dict[int, list[int]]) -> dict[int, int]:
     """Immediate dominators by the iterative two-finger intersection."""
-    entry = order[0]
-    dominator = {entry: entry}
+    dominator = {order[0]: order[0]}
+
+    def meet(first: int, second: int) -> int:
+        while first != second:
+            if position[first] > position[second]:
+                first = dominator[first]
+            else:
+                second = dominator[second]
+        return first
+
     changed = True
     while changed:
         changed = False
         for block in order[1:]:
-            known = [p for p in predecessors[block] if p in dominator]
-            new = known[0]
-            for other in known[1:]:
-                while new != other:
-                    if position[new] > position[other]:
-                        new = dominator[new]
-                    else:
-                        other = dominator[other]
+            new = reduce(meet, [p for p in predecessors[block] if p in dominator])
             if dominator.get(block) != new:
                 dominator[block], changed = new, True
     return dominator

@@ -312,7 +312,7 @@ def load_to_lds(b: Builder, element: Element, address: Address) -> Run:
         target = (m0 & mask).astype(i64)[:, None] + offset + spread
         inside = local.inside(b.instruction, target, element.nbytes, state.mask, "load to LDS")
         lanes = state.mask & inside
-        local.shadow_write(b.instruction, target, element.nbytes, lanes, None, load=True)
+        local.shadow_write(b.instruction, target, element.nbytes, lanes, load=True)
         index = (target + local.base) >> 2
         value = np.zeros((state.waves, LANES), u32)
         for j in range(count):
