@@ -253,6 +253,19 @@ def test_the_ladder_puts_the_prediction_beside_the_launch_order_step():
     assert predicted_ratio(problem, *nested, TARGETS["gfx942"]) == spans[0] / spans[1]
 
 
+def test_launch_orders_are_those_of_the_schedule_model():
+    problem = replace(TINY["mla-packed"].problem)
+    for order, columns in ((True, 0), (False, 1)):
+        model = schedule.block_tiles(problem, 64, 32, kv_major=order)
+        for switch in (("kv_major", order), ("columns", columns)):
+            assert harness.launch_order(problem, Config(64, 32, switches=(switch,))) == model
+    pairs = harness.launch_order(problem, Config(64, 32, switches=(("columns", 3),)))
+    grid = schedule.block_tiles(problem, 64, 32, kv_major=False)
+    tiles = len(grid) // (problem.batch * problem.nheads_kv)
+    assert pairs[:3] == tuple(grid[c * tiles] for c in range(3))
+    assert sorted(pairs) == sorted(grid)
+
+
 def test_the_ladder_times_every_step_of_one_kernel():
     base = TILED.config(TINY["gqa"].problem, TARGETS["cpu"], "backward")
     rungs = (("small", "", replace(base, block_m=64)), ("table", "", base))

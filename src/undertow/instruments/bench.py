@@ -163,8 +163,8 @@ def ladder(
 ) -> tuple[Step, ...]:
     """Time the steps (name, about, config) of one kernel in one loop, each against the step before.
 
-    Where a step changes only in launch order (the switch `kv_major`, of the config or of its `dkdv` stage), the ratio
-    that `schedule` predicts stands beside the measured one.
+    Where a step changes the launch order (see `launch_columns`), the ratio that `schedule` predicts stands beside the
+    measured one.
     """
     device, steps = _device(device), tuple(steps)
     _, matmul, flops = clock.yardstick(device)
@@ -182,15 +182,37 @@ def ladder(
 
 def predicted_ratio(problem: Problem, before: Config, after: Config, target: Target) -> float | None:
     """How much faster the schedule model says `after` is, where its launch order differs from `before`'s; else None."""
-    orders = [_switch(c, "kv_major", default=True) for c in (before, after)]
-    if orders[0] == orders[1]:
+    columns = [launch_columns(problem, config) for config in (before, after)]
+    if columns[0] == columns[1]:
         return None
-    tiles = [c.switch("dkdv", c) for c in (before, after)]
-    spans = [
-        schedule.predict(schedule.block_tiles(problem, t.block_m, t.block_n, kv_major=order), target)
-        for t, order in zip(tiles, orders, strict=True)
-    ]
+    spans = [schedule.predict(launch_order(problem, config), target) for config in (before, after)]
     return spans[0] / spans[1]
+
+
+def launch_columns(problem: Problem, config: Config) -> int:
+    """How many (segment, kv head) columns of key tiles run together: all when key tiles vary slowest, 1 when fastest.
+
+    Read from the switch `columns` (0 is all) or `kv_major`, of the config or of its `dkdv` stage.
+    """
+    every = max(1, problem.batch * problem.nheads_kv)
+    given = _switch(config, "columns")
+    if given is not None:
+        return min(given or every, every)
+    return 1 if _switch(config, "kv_major") is False else every
+
+
+def launch_order(problem: Problem, config: Config) -> tuple[int, ...]:
+    """Tile iterations of every block of the key-owning kernel, in its launch order."""
+    tile = config.switch("dkdv", config)
+    grid = schedule.block_tiles(problem, tile.block_m, tile.block_n, kv_major=False)
+    every, together = max(1, problem.batch * problem.nheads_kv), launch_columns(problem, config)
+    tiles = len(grid) // every
+    return tuple(
+        grid[column * tiles + n]
+        for first in range(0, every, together)
+        for n in range(tiles)
+        for column in range(first, min(first + together, every))
+    )
 
 
 def precompile(names: tuple[str, ...], kernels: tuple[str, ...], passes: tuple[str, ...], jobs: int) -> tuple[str, ...]:
@@ -452,10 +474,10 @@ def _failures() -> tuple[type[Exception], ...]:
     return (*common, TritonError)
 
 
-def _switch(config: Config, name: str, *, default: Any) -> Any:
+def _switch(config: Config, name: str) -> Any:
+    """A switch of the config, or of its key-owning stage."""
     stage = config.switch("dkdv")
-    inner = stage.switch(name, default) if isinstance(stage, Config) else default
-    return config.switch(name, inner)
+    return config.switch(name, stage.switch(name) if isinstance(stage, Config) else None)
 
 
 def _compile_one(task: tuple[str, str, tuple[str, ...]]) -> str:
