@@ -282,8 +282,8 @@ class _Reader:
 
     def _directive(self, line: str) -> bool:
         """Handle a directive; False when the line may be a label such as .LBB0_1."""
-        key, _, value = line.partition(" ") if " " in line else line.partition("\t")
-        value = value.strip()
+        key, *rest = line.split(None, 1)
+        value = rest[0].strip() if rest else ""
         if key == ".loc":
             match = _LOC.match(line)
             known = match and match.group(2) != "0"
