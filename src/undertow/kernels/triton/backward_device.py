@@ -49,17 +49,17 @@ def grad_scores(a, b, c, d, lse, delta, keep, scale, softcap, MASKED: tl.constex
 
 
 @triton.jit
-def sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, side, dq_acc, bounds, j, live_j, shift, window, scale,
+def sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, lse, delta, dq_acc, place, bounds, keys, mask, scale,
                softcap, BLOCK_M: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr,
                QK_LO: tl.constexpr, QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr,
                V_HI: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Fold the query tiles of [i_first, i_last) into (dk, dv), and add their dq to dq_acc where there is one.
-
-    `side` holds lse, delta and pointers to their first rows, and dq_acc's.
-    """
+    """Fold the query tiles of [i_first, i_last) into (dk, dv), and add their dq to dq_acc where there is one."""
     dk_acc, dv_acc = grads
     i_first, i_last, i_end = bounds
-    lse, delta, lse_ptr, delta_ptr, dq_ptr = side
+    b, h, start_q = place
+    j, live_j = keys
+    shift, window = mask
+    lse_ptr, delta_ptr = row_ptr(lse, b, h, start_q), row_ptr(delta, b, h, start_q)
     r = tl.arange(0, BLOCK_M)
     for i0 in range(i_first, i_last, BLOCK_M):
         live_i, keep = None, None
@@ -80,7 +80,7 @@ def sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, side, dq_acc, bo
         # 7 dQ += dS K
         if dq_acc is not None:
             dq_tile = dot_add(zero_tile(BLOCK_M, QK_LO, QK_HI), tl.trans(ds_t), k_tile, PRECISION)  # [M, DQK]
-            add_tile(dq_acc, dq_ptr + tl.cast(i0, tl.int64) * dq_acc.stride_s, r, live_i, dq_tile, HEAD_DIM_QK, QK_LO)
+            add_tile(dq_acc, row_ptr(dq_acc, b, h, start_q + i0), r, live_i, dq_tile, HEAD_DIM_QK, QK_LO)
     return dk_acc, dv_acc
 
 
@@ -122,19 +122,16 @@ def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, windo
         h = h_kv * GROUP + g
         q_rows = open_rows(q, b, h, start_q, hi, BLOCK_M, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
         do_rows = open_rows(dout, b, h, start_q, hi, BLOCK_M, HEAD_DIM_V, V_LO, V_HI, TMA)
-        dq_ptr = None
-        if dq_acc is not None:
-            dq_ptr = row_ptr(dq_acc, b, h, start_q)
-        side = (lse, delta, row_ptr(lse, b, h, start_q), row_ptr(delta, b, h, start_q), dq_ptr)
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, side, dq_acc, (lo, head, hi), j, live_j,
-                           shift, window, scale, softcap, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V,
-                           V_LO, V_HI, PRECISION)  # fmt: skip
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, side, dq_acc, (head, tail, hi), j, live_j,
-                           shift, window, scale, softcap, BLOCK_M, TMA, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V,
-                           V_LO, V_HI, PRECISION)  # fmt: skip
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, side, dq_acc, (tail, hi, hi), j, live_j,
-                           shift, window, scale, softcap, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V,
-                           V_LO, V_HI, PRECISION)  # fmt: skip
+        place = (b, h, start_q)
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, lse, delta, dq_acc, place, (lo, head, hi),
+                           (j, live_j), (shift, window), scale, softcap, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO,
+                           QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, lse, delta, dq_acc, place, (head, tail, hi),
+                           (j, live_j), (shift, window), scale, softcap, BLOCK_M, TMA, False, HEAD_DIM_QK, QK_LO,
+                           QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, lse, delta, dq_acc, place, (tail, hi, hi),
+                           (j, live_j), (shift, window), scale, softcap, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO,
+                           QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
     dk_acc, dv_acc = grads
     store_tile(dk, row_ptr(dk, b, h_kv, row), r, live_j, scaled(dk_acc, scale), HEAD_DIM_QK, QK_LO)
     store_tile(dv, row_ptr(dv, b, h_kv, row), r, live_j, dv_acc, HEAD_DIM_V, V_LO)
