@@ -5,8 +5,9 @@ Usage: python tools/measure_cpu.py [--rounds N] [--out FILE]
 Time: one process, two threads, the variants in turn, round after round; the median of the runs that count. A run
 counts if a matmul of a few ms just before and just after it took at most 1.25 times its best: where another program
 holds a core, every parallel step waits for it, and that is not what we measure. Rows for which too few runs count go
-under "busy", with the medians of all their runs, and decide nothing. A run allocates what it needs: outputs and scratch. "sdpa" is scaled_dot_product_attention with autograd; sdpa_cpu_flash and sdpa_math are its kernels as
-this library calls them. Memory: one subprocess a case; the most it held, less what it held with its inputs ready.
+under "busy", with the medians of all their runs, and decide nothing. A run allocates what it needs: outputs and
+scratch. "sdpa" is scaled_dot_product_attention with autograd; sdpa_cpu_flash and sdpa_math are its kernels as this
+library calls them. Memory: one subprocess a case; the most it held, less what it held with its inputs ready.
 """
 
 from __future__ import annotations
@@ -299,7 +300,8 @@ def main() -> None:
             row = measure(case, which, arguments.rounds)
             record["dispatch" if row["quiet"] else "busy"].append(row)
             aim = "" if row["target"] is None else f"target {row['target']}"
-            print(which, *case[:6], row["ms"], "ratio", row["sdpa_over_torch_tiled"], aim, "" if row["quiet"] else "busy", flush=True)
+            notes = ("ratio", row["sdpa_over_torch_tiled"], aim, "" if row["quiet"] else "busy")
+            print(which, *case[:6], row["ms"], *notes, flush=True)
     record["memory"] = memory()
     print("memory ratio", record["memory"]["sdpa_math_over_torch_tiled"], "target", MEMORY_TARGET)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
