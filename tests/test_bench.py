@@ -10,8 +10,9 @@ import torch
 from undertow import dispatch, schedule
 from undertow.instruments import bench as harness
 from undertow.instruments import clock, plot, proof, record
-from undertow.instruments.bench import Variant, bench, ladder, named_kernels, predicted_ratio
+from undertow.instruments.bench import Variant, bench, named_kernels
 from undertow.instruments.clock import Pace, Participant
+from undertow.instruments.ladder import ladder, launch_order, predicted_ratio
 from undertow.instruments.shapes import bench_shapes, pick, short_documents, tiny_shapes
 from undertow.kernels.spec import Config
 from undertow.kernels.torch_tiled import KERNEL as TILED
@@ -211,8 +212,11 @@ def test_a_deterministic_twin_shares_inputs_and_reference(monkeypatch):
     monkeypatch.setattr(proof, "oracle", lambda *a: made.append(None) or real(*a))
     base = TINY["d40"]
     twin = replace(base, name="d40-det", problem=replace(base.problem, deterministic=True))
-    rows = bench((base, twin, TINY["gqa"]), (TILED,), device="cpu", pace=QUICK).rows
-    assert [(r.shape, r.problem.deterministic) for r in rows] == [("d40", False), ("d40-det", True), ("gqa", False)]
+    found = bench((base, twin, TINY["gqa"]), (TILED,), device="cpu", passes=("forward", "backward"), pace=QUICK)
+    assert [(r.shape, r.which, r.problem.deterministic) for r in found.rows] == [
+        ("d40", "forward", False), ("d40", "backward", False), ("d40-det", "backward", True),
+        ("gqa", "forward", False), ("gqa", "backward", False),
+    ]  # fmt: skip
     assert len(made) == 2
 
 
@@ -258,8 +262,8 @@ def test_launch_orders_are_those_of_the_schedule_model():
     for order, columns in ((True, 0), (False, 1)):
         model = schedule.block_tiles(problem, 64, 32, kv_major=order)
         for switch in (("kv_major", order), ("columns", columns)):
-            assert harness.launch_order(problem, Config(64, 32, switches=(switch,))) == model
-    pairs = harness.launch_order(problem, Config(64, 32, switches=(("columns", 3),)))
+            assert launch_order(problem, Config(64, 32, switches=(switch,))) == model
+    pairs = launch_order(problem, Config(64, 32, switches=(("columns", 3),)))
     grid = schedule.block_tiles(problem, 64, 32, kv_major=False)
     tiles = len(grid) // (problem.batch * problem.nheads_kv)
     assert pairs[:3] == tuple(grid[c * tiles] for c in range(3))
@@ -399,7 +403,7 @@ def test_flex_masks_uncompiled(name, monkeypatch):
 
     monkeypatch.setattr(flex, "_compiled", eager)
     flex._block_mask.cache_clear()
-    shape = harness._Shape(TINY[name], CPU, 0)
+    shape = harness.Shape(TINY[name], CPU, 0)
     shape.ready("forward")
     flex.KERNEL.forward(shape.problem, Config(), shape.tensors)
     flex._block_mask.cache_clear()
@@ -439,7 +443,7 @@ def stand_in(monkeypatch, module, functions):
 
 
 def call_with(problem):
-    shape = harness._Shape(replace(TINY["mla-packed"], problem=problem), CPU, 0, judged=False)
+    shape = harness.Shape(replace(TINY["mla-packed"], problem=problem), CPU, 0, judged=False)
     return shape.tensors
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from undertow.instruments import plot, record
-from undertow.instruments.bench import PASSES, all_kernels, bench, ladder, named_kernels, precompile
+from undertow.instruments.bench import PASSES, all_kernels, bench, named_kernels, precompile
 from undertow.instruments.clock import Pace
+from undertow.instruments.ladder import ladder
 from undertow.instruments.shapes import bench_shapes, pick
 from undertow.kernels import triton
 

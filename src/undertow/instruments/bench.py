@@ -11,12 +11,11 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import cost, schedule
+from .. import cost
 from ..dispatch import KERNELS
 from ..kernels import alloc
 from ..kernels.alloc import DTYPE
@@ -94,17 +93,6 @@ class Bench:
     rows: tuple[Row, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A rung of the ladder: its row, how much faster than the rung before, and what the schedule model said of it."""
-
-    name: str
-    about: str
-    row: Row
-    ratio: float | None
-    predicted: float | None
-
-
 def all_kernels() -> tuple[Kernel, ...]:
     """Dispatch's kernels and the bench's own peers."""
     known = {k.name for k in KERNELS}
@@ -130,89 +118,28 @@ def bench(
     seed: int = 0,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Bench:
-    """Time kernels (None: all there are) on workloads; the module's docstring says what precedes a speed."""
-    device, pace = _device(device), pace or Pace()
+    """Time kernels (None: all there are) on workloads; the module's docstring says what precedes a speed.
+
+    A workload that differs from the one before it in determinism alone shares its inputs, reference and forward.
+    """
+    device, pace = torch_device(device), pace or Pace()
     variants = tuple(Variant(k.name, k) for k in (all_kernels() if kernels is None else kernels))
     name, matmul, flops = clock.yardstick(device)
     rows: list[Row] = []
     yards: list[tuple[str, str, float]] = []
     shape = None
     for workload in workloads:
-        if shape is not None and shape.serves(workload):
-            shape = shape.renamed(workload)
-        else:
+        twin = shape is not None and shape.serves(workload)
+        if not twin:
             _forget(device)
-            shape = _Shape(workload, device, seed)
-        for which in passes:
-            found, yard = _measure(shape, variants, which, (pace, matmul, flops))
+        shape = shape.renamed(workload) if twin else Shape(workload, device, seed)
+        for which in _passes(passes, twin=twin):
+            found, yard = measure(shape, variants, which, (pace, matmul, flops))
             rows += found
             yards.append((workload.name, which, yard))
             progress(_line(workload.name, which, found))
     _forget(device)
     return Bench(detect(device), name, tuple(yards), pace, tuple(rows))
-
-
-def ladder(
-    workload: Workload,
-    kernel: Kernel,
-    steps: Iterable[tuple[str, str, Config]],
-    *,
-    device: torch.device | str | None = None,
-    pace: Pace | None = None,
-    which: str = "backward",
-) -> tuple[Step, ...]:
-    """Time the steps (name, about, config) of one kernel in one loop, each against the step before.
-
-    Where a step changes the launch order (see `launch_columns`), the ratio that `schedule` predicts stands beside the
-    measured one.
-    """
-    device, steps = _device(device), tuple(steps)
-    _, matmul, flops = clock.yardstick(device)
-    variants = tuple(Variant(name, kernel, config) for name, _, config in steps)
-    shape = _Shape(workload, device, 0)
-    rows, _ = _measure(shape, variants, which, (pace or Pace(), matmul, flops))
-    found: list[Step] = []
-    for i, ((name, about, config), row) in enumerate(zip(steps, rows, strict=True)):
-        before = rows[i - 1] if i else None
-        timed = before is not None and before.ms and row.ms
-        predicted = predicted_ratio(workload.problem, steps[i - 1][2], config, shape.target) if i else None
-        found.append(Step(name, about, row, before.ms / row.ms if timed else None, predicted))
-    return tuple(found)
-
-
-def predicted_ratio(problem: Problem, before: Config, after: Config, target: Target) -> float | None:
-    """How much faster the schedule model says `after` is, where its launch order differs from `before`'s; else None."""
-    columns = [launch_columns(problem, config) for config in (before, after)]
-    if columns[0] == columns[1]:
-        return None
-    spans = [schedule.predict(launch_order(problem, config), target) for config in (before, after)]
-    return spans[0] / spans[1]
-
-
-def launch_columns(problem: Problem, config: Config) -> int:
-    """How many (segment, kv head) columns of key tiles run together: all when key tiles vary slowest, 1 when fastest.
-
-    Read from the switch `columns` (0 is all) or `kv_major`, of the config or of its `dkdv` stage.
-    """
-    every = max(1, problem.batch * problem.nheads_kv)
-    given = _switch(config, "columns")
-    if given is not None:
-        return min(given or every, every)
-    return 1 if _switch(config, "kv_major") is False else every
-
-
-def launch_order(problem: Problem, config: Config) -> tuple[int, ...]:
-    """Tile iterations of every block of the key-owning kernel, in its launch order."""
-    tile = config.switch("dkdv", config)
-    grid = schedule.block_tiles(problem, tile.block_m, tile.block_n, kv_major=False)
-    every, together = max(1, problem.batch * problem.nheads_kv), launch_columns(problem, config)
-    tiles = len(grid) // every
-    return tuple(
-        grid[column * tiles + n]
-        for first in range(0, every, together)
-        for n in range(tiles)
-        for column in range(first, min(first + together, every))
-    )
 
 
 def precompile(names: tuple[str, ...], kernels: tuple[str, ...], passes: tuple[str, ...], jobs: int) -> tuple[str, ...]:
@@ -222,7 +149,10 @@ def precompile(names: tuple[str, ...], kernels: tuple[str, ...], passes: tuple[s
     """
     twins = {name for name in names if base_name(name) != name and base_name(name) in names}
     served = {(flex.KERNEL.name, name) for name in twins}  # flex is the same code for both
-    tasks = [(name, kernel, passes) for kernel in kernels for name in names if (kernel, name) not in served]
+    tasks = [
+        (name, kernel, _passes(passes, twin=name in twins))
+        for kernel in kernels for name in names if (kernel, name) not in served
+    ]  # fmt: skip
     with get_context("spawn").Pool(jobs) as pool:
         return tuple(line for line in pool.imap_unordered(_compile_one, tasks) if line)
 
@@ -230,7 +160,7 @@ def precompile(names: tuple[str, ...], kernels: tuple[str, ...], passes: tuple[s
 # ---- one shape
 
 
-class _Shape:
+class Shape:
     """A workload's inputs and its reference, made once for all passes."""
 
     def __init__(self, workload: Workload, device: torch.device, seed: int, *, judged: bool = True) -> None:
@@ -250,7 +180,7 @@ class _Shape:
         same = replace(other.problem, deterministic=self.problem.deterministic) == self.problem
         return same and other.outliers == self.outliers
 
-    def renamed(self, workload: Workload) -> _Shape:
+    def renamed(self, workload: Workload) -> Shape:
         """The same tensors and reference under another workload that they serve."""
         twin = copy(self)
         twin.name, twin.problem = workload.name, workload.problem
@@ -282,8 +212,8 @@ class _Built:
     verified: dict[str, Tensor] | None = None
 
 
-def _measure(
-    shape: _Shape, variants: tuple[Variant, ...], which: str, timing: tuple[Pace, Callable[[], None], int]
+def measure(
+    shape: Shape, variants: tuple[Variant, ...], which: str, timing: tuple[Pace, Callable[[], None], int]
 ) -> tuple[list[Row], float]:
     """(a row a variant, the yardstick's TFLOP/s) of one pass."""
     pace, matmul, matmul_flops = timing
@@ -309,7 +239,7 @@ def _measure(
     return [rows[v.label] for v in variants], yard
 
 
-def _build(shape: _Shape, variant: Variant, which: str) -> _Built | str:
+def _build(shape: Shape, variant: Variant, which: str) -> _Built | str:
     """The variant run, compared, watched and repeated; or why it cannot run."""
     reasons = _reasons(shape, variant.kernel, which)
     if reasons:
@@ -320,14 +250,14 @@ def _build(shape: _Shape, variant: Variant, which: str) -> _Built | str:
         return f"raised {type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def _reasons(shape: _Shape, kernel: Kernel, which: str) -> tuple[str, ...]:
+def _reasons(shape: Shape, kernel: Kernel, which: str) -> tuple[str, ...]:
     one = ("forward", "backward") if which == "both" else (which,)
     if shape.target.interpreter and kernel.name == "triton":
         return ("interpreted: a time would mean nothing",)
     return tuple(dict.fromkeys(r for w in one for r in kernel.unsupported(shape.problem, shape.target, w)))
 
 
-def _prove(shape: _Shape, variant: Variant, which: str) -> _Built:
+def _prove(shape: Shape, variant: Variant, which: str) -> _Built:
     call, config, workspace = _call(shape, variant, which)
     names = OUTPUTS[which]
     shape.ready(which)
@@ -348,7 +278,7 @@ def _prove(shape: _Shape, variant: Variant, which: str) -> _Built:
     return _Built(call, config, workspace, parity, seen, bitwise, extra, verified)
 
 
-def _call(shape: _Shape, variant: Variant, which: str) -> tuple[Callable[[], None], Config, int]:
+def _call(shape: Shape, variant: Variant, which: str) -> tuple[Callable[[], None], Config, int]:
     """(the pass as one call, its config, its workspace bytes); scratch is zeroed inside the call, as ops does it."""
     kernel, problem, tensors = variant.kernel, shape.problem, shape.tensors
     config = variant.config or kernel.config(problem, shape.target, "forward" if which == "forward" else "backward")
@@ -368,7 +298,7 @@ def _call(shape: _Shape, variant: Variant, which: str) -> tuple[Callable[[], Non
     return backward if which == "backward" else both, config, plan.nbytes
 
 
-def _fault(shape: _Shape, variant: Variant, which: str, built: _Built) -> str:
+def _fault(shape: Shape, variant: Variant, which: str, built: _Built) -> str:
     """The first proof that fails, in words; empty when all hold."""
     red = [p for p in built.parity if not p.ok]
     if red:
@@ -382,7 +312,7 @@ def _fault(shape: _Shape, variant: Variant, which: str, built: _Built) -> str:
     return ""
 
 
-def _participant(shape: _Shape, which: str, built: _Built) -> Participant:
+def _participant(shape: Shape, which: str, built: _Built) -> Participant:
     def check() -> str:
         apart = {name: proof.drift(shape.tensors[name], kept) for name, kept in _finite(built.verified).items()}
         bad = [f"{name} of the last timed call is {by:.2g} from the verified one" for name, by in apart.items()
@@ -397,7 +327,7 @@ def _finite(verified: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _row(
-    shape: _Shape, variant: Variant, which: str, verdict: tuple[str, str], built: _Built | None = None
+    shape: Shape, variant: Variant, which: str, verdict: tuple[str, str], built: _Built | None = None
 ) -> Row:  # fmt: skip
     kernel = variant.kernel
     about = {"shape": shape.name, "problem": shape.problem, "which": which, "label": variant.label}
@@ -443,7 +373,13 @@ def describe(config: Config) -> str:
 # ---- helpers
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def _passes(passes: tuple[str, ...], *, twin: bool) -> tuple[str, ...]:
+    """The passes of a workload; forwards have one plan, so a twin's is the one just timed."""
+    return tuple(which for which in passes if which != "forward" or not twin)
+
+
+def torch_device(device: torch.device | str | None) -> torch.device:
+    """The device asked for; the GPU where there is one, else the CPU."""
     if device is not None:
         return torch.device(device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -474,16 +410,10 @@ def _failures() -> tuple[type[Exception], ...]:
     return (*common, TritonError)
 
 
-def _switch(config: Config, name: str) -> Any:
-    """A switch of the config, or of its key-owning stage."""
-    stage = config.switch("dkdv")
-    return config.switch(name, stage.switch(name) if isinstance(stage, Config) else None)
-
-
 def _compile_one(task: tuple[str, str, tuple[str, ...]]) -> str:
     name, kernel_name, passes = task
     (workload,), (kernel,) = pick((name,)), named_kernels((kernel_name,))
-    shape = _Shape(workload, _device(None), 0, judged=False)
+    shape = Shape(workload, torch_device(None), 0, judged=False)
     try:
         for which in passes:
             if not _reasons(shape, kernel, which):

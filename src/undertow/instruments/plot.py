@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import record
-from .bench import Bench, Row, Step
+from .bench import Bench, Row
+from .ladder import Step
 
 if TYPE_CHECKING:
     from rich.table import Table

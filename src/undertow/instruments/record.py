@@ -17,8 +17,9 @@ import torch
 
 from ..problem import Band, Problem
 from ..target import Target
-from .bench import Bench, Row, Step
+from .bench import Bench, Row
 from .clock import Pace
+from .ladder import Step
 from .verify import Parity
 
 PACKAGES = ("triton", "nvidia-cudnn-frontend", "flash-attn", "flash-attn-4", "amd-aiter", "flydsl")
