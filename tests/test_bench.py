@@ -241,6 +241,26 @@ def test_sustained_and_both():
     assert {p.tensor for p in row.parity} == {"out", "lse", "dq", "dk", "dv"}
 
 
+def test_compiling_ahead_runs_each_kernel_once_and_says_what_could_not(monkeypatch):
+    ran = []
+
+    def spy(problem, config, tensors, scratch):
+        ran.append(problem.head_dim_qk)
+        TILED.backward(problem, config, tensors, scratch)
+
+    monkeypatch.setattr(harness, "pick", lambda names: tuple(TINY[n] for n in names))
+    monkeypatch.setattr(harness, "named_kernels", lambda names: (replace(TILED, backward=spy),))
+    monkeypatch.setattr(harness, "torch_device", lambda device: CPU)
+    assert harness._compile_one(("d40", "torch_tiled", ("backward",))) == ""
+    assert ran == [40]
+
+    def unable(problem, config, tensors, scratch):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(harness, "named_kernels", lambda names: (replace(TILED, backward=unable),))
+    assert "no compiler" in harness._compile_one(("d40", "torch_tiled", ("backward",)))
+
+
 # ---- ladder
 
 

@@ -56,7 +56,9 @@ def main() -> None:
         console.print(plot.ladder_table(steps))
     for which in passes:
         (given.out / f"{which}.md").write_text(plot.markdown(found, which))
-        plot.plot(found, given.out / f"{which}.png", which=which, title=f"{source.device}, {which}")
+        title = f"{source.device}, {which}"
+        plot.plot(found, given.out / f"{which}.png", which=which, title=title)
+        plot.plot(found, given.out / f"{which}_quoted.png", which=which, title=title, quote=which != "both")
     say("done")
 
 
