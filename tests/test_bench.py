@@ -324,6 +324,14 @@ def test_dispatch_reads_a_record(measured, tmp_path, monkeypatch):
         dispatch.records.cache_clear()
 
 
+def test_runs_are_merged_on_like_terms_only(measured):
+    twice = harness.merged(measured, measured)
+    assert twice.rows == measured.rows * 2
+    assert twice.yardsticks == measured.yardsticks * 2
+    with pytest.raises(ValueError, match="pace is"):
+        harness.merged(measured, replace(measured, pace=Pace()))
+
+
 def test_refused_rows_never_reach_dispatch(tmp_path):
     found = bench((TINY["gqa"],), (replace(TILED, backward=zeros), SDPA), device="cpu", pace=QUICK)
     (entry,) = record.dispatch_entries(found)

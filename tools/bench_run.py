@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import reduce
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
 
 from undertow.instruments import plot, record
-from undertow.instruments.bench import PASSES, all_kernels, bench, named_kernels, precompile
+from undertow.instruments.bench import PASSES, all_kernels, bench, merged, named_kernels, precompile
 from undertow.instruments.clock import Pace
 from undertow.instruments.ladder import ladder
-from undertow.instruments.shapes import bench_shapes, pick
+from undertow.instruments.shapes import base_name, bench_shapes, pick
 from undertow.kernels import triton
 
 COMPILED = ("triton", "flex")
+SLOW = ("torch_tiled", "sdpa_math", "sdpa_cpu_flash")
 
 
 def main() -> None:
@@ -26,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", default=",".join(w.name for w in bench_shapes()), help="by comma, or all")
-    parser.add_argument("--kernels", default=",".join(k.name for k in all_kernels() if k.name != "torch_tiled"))
+    parser.add_argument("--kernels", default=",".join(k.name for k in all_kernels() if k.name not in SLOW))
     parser.add_argument("--passes", default="backward", help=f"of {', '.join(PASSES)}, by comma")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sustained", type=float, default=0.0, help="seconds back to back, per kernel and shape")
@@ -47,8 +50,12 @@ def main() -> None:
             say(f"could not compile ahead: {line}")
         say("compiled")
     pace = Pace(rounds=given.rounds, sustained_s=given.sustained)
-    found = bench(pick(names), named_kernels(kernels), passes=passes, pace=pace, progress=say)
-    source = record.provenance(found, commit=given.commit)
+    parts = []
+    for _, group in groupby(names, base_name):
+        parts.append(bench(pick(tuple(group)), named_kernels(kernels), passes=passes, pace=pace, progress=say))
+        found = reduce(merged, parts)
+        source = record.provenance(found, commit=given.commit)
+        record.save(found, source, given.out / "record.json")  # a run that is cut off keeps its shapes
     steps = ladder(pick((given.ladder,))[0], triton.KERNEL, triton.LADDER, pace=pace) if given.ladder else ()
     record.save(found, source, given.out / "record.json", steps)
     console.print(plot.table(found))

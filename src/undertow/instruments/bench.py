@@ -142,6 +142,15 @@ def bench(
     return Bench(detect(device), name, tuple(yards), pace, tuple(rows))
 
 
+def merged(first: Bench, second: Bench) -> Bench:
+    """Two runs of one process as one; ValueError where they were made on unlike terms."""
+    for name in ("target", "yardstick", "pace"):
+        if getattr(first, name) != getattr(second, name):
+            raise ValueError(f"{name} is {getattr(first, name)} and {getattr(second, name)}")
+    both = {name: getattr(first, name) + getattr(second, name) for name in ("yardsticks", "rows")}
+    return replace(first, **both)
+
+
 def precompile(names: tuple[str, ...], kernels: tuple[str, ...], passes: tuple[str, ...], jobs: int) -> tuple[str, ...]:
     """Run every kernel once on every named shape in `jobs` processes, so that a bench finds compiled code on disk.
 
