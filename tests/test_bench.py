@@ -183,7 +183,7 @@ def test_deterministic_shapes_want_equal_bits():
     def jitter(problem, config, tensors, scratch):
         TILED.backward(problem, config, tensors, scratch)
         calls.append(None)
-        tensors["dq"].mul_(1 + 2.0**-7 * (len(calls) % 2))
+        tensors["dq"].view(torch.int16)[0, 100, 0, 3] ^= len(calls) % 2  # the last bit of one element
 
     shaky = replace(TILED, backward=jitter)
     assert "differ in bits" in only(shaky, deterministic=True).reason
