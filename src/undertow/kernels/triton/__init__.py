@@ -6,7 +6,7 @@ from ...problem import Problem
 from ...target import Target
 from ...workspace import Buffer, WorkspacePlan, delta_buffer, dq_acc_buffer, dsink_rows_buffer
 from ..spec import Config, Kernel, Limit, Tensors
-from .configs import SMALLEST, STAGES, executed_dims, feasible, programs, shared_bytes, stage_config
+from .configs import SMALLEST, STAGES, executed_dims, feasible, fused, programs, shared_bytes, stage_config
 
 ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "cpu"})
 
@@ -34,9 +34,9 @@ LIMITS = (
 
 
 def config(problem: Problem, target: Target, which: str) -> Config:
-    """The tiles of every stage, as switches of one Config; a deterministic call takes the two-kernel plan."""
+    """The tiles of every stage and the plan, as switches of one Config."""
     stages = tuple((stage, stage_config(problem, target, stage)) for stage in STAGES)
-    return Config(switches=(*stages, ("fused", not problem.deterministic)))
+    return Config(switches=(*stages, ("fused", fused(problem, target))))
 
 
 def plan_workspace(problem: Problem, config: Config) -> WorkspacePlan:
@@ -68,7 +68,7 @@ def _backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tenso
 
 KERNEL = Kernel(
     name="triton",
-    about="portable Triton: fused five-GEMM KV-outer with fp32 atomics; deterministic as two kernels, seven GEMMs",
+    about="portable Triton: two kernels of seven GEMMs (deterministic), or one fused of five with fp32 atomics",
     archs=ARCHS,
     limits=LIMITS,
     config=config,

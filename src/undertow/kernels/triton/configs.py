@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...cost import split_dim
 from ...problem import DTYPES, Problem
 from ...target import Target
 from ..spec import Config
 
 STAGES = ("forward", "dkdv", "dq")
+HAS_TMA = ("sm_90", "sm_100", "sm_103")
 
 # width is head_dim_qk + head_dim_v as executed (the sum of the chunks); the first row at least as wide is taken.
+# Milliseconds: H200, torch 2.11.0+cu130, triton 3.6.0, 2026-11-29, median of 4 to 8 launches of the kernel alone.
+# The fused plan was slower on every shape timed (dkdv with dQ atomics, best tile, against dkdv + dq as below, ms):
+# 192/128 S8192 6.02 : 4.39, 128/128 GQA S8192 7.86 : 6.54, 64/64 S4096 1.28 : 1.02, 256/256 S4096 3.04 : 1.61.
+TMA = (("tma", True), ("columns", 8))
+POINTERS = (("columns", 8),)
 TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
     "sm_90": {
-        "forward": ((256, Config(128, 64, 8, 2)), (512, Config(64, 32, 4, 2))),
-        "dkdv": ((128, Config(64, 128, 8, 2)), (256, Config(64, 128, 8, 1)), (512, Config(32, 64, 8, 1))),
-        "dq": ((256, Config(128, 64, 8, 2)), (512, Config(64, 32, 4, 2))),
+        "forward": (
+            (128, Config(128, 64, 4, 3, POINTERS)),  # 64/64 S4096 H16: 0.379; TMA 0.398
+            (192, Config(128, 64, 4, 3, TMA)),  # 96/96 S4096 H16: 0.545; 8 warps 0.727
+            (256, Config(64, 64, 4, 3, TMA)),  # 128/128 S8192 GQA 32:8: 2.245; 128 rows 2.58
+            (320, Config(128, 64, 8, 3, POINTERS)),  # 192/128 S8192 H16: 1.394; TMA 1.458
+            (512, Config(64, 64, 4, 3, TMA)),  # 256/256 S4096 H8: 0.327; 128 rows 0.349
+        ),
+        "dkdv": (
+            (128, Config(64, 64, 4, 3, TMA)),  # 64/64: 0.643; two stages 0.689
+            (192, Config(64, 64, 4, 2, TMA)),  # 96/96: 0.926; (32, 64) 0.993
+            (384, Config(32, 64, 4, 3, TMA)),  # 192/128: 2.588, 128/128: 3.907; pointers 3.03 and 4.35
+            (512, Config(64, 64, 8, 2, POINTERS)),  # 256/256: 1.159, spills; TMA 1.222
+        ),
+        "dq": (
+            (128, Config(64, 64, 4, 3, TMA)),  # 64/64: 0.380; (64, 32) 0.406
+            (256, Config(64, 64, 4, 2, TMA)),  # 128/128: 2.631; (64, 32) 2.703
+            (512, Config(64, 32, 4, 3, TMA)),  # 192/128: 1.801, 256/256: 0.447; (64, 64) 1.886 and 0.479
+        ),
     },
     "gfx942": {
         "forward": ((256, Config(64, 32, 4, 1)), (512, Config(32, 32, 4, 1))),
@@ -61,9 +84,18 @@ def feasible(problem: Problem, config: Config, target: Target, stage: str) -> bo
 
 def stage_config(problem: Problem, target: Target, stage: str) -> Config:
     """The table's row for this problem, or the smallest tile where no row is feasible."""
-    family = "fp32" if problem.dtype == "fp32" else "gfx942" if target.vendor == "amd" else "sm_90"
     if target.arch == "cpu":
-        return Config(32, 32, 4, 1, (("tma", True),))
+        return Config(32, 32, 4, 1, TMA)
+    family = "fp32" if problem.dtype == "fp32" else "gfx942" if target.vendor == "amd" else "sm_90"
     width = sum(executed_dims(problem))
     rows = [config for limit, config in TABLE[family][stage] if width <= limit]
-    return next((c for c in rows if feasible(problem, c, target, stage)), SMALLEST)
+    chosen = next((c for c in rows if feasible(problem, c, target, stage)), SMALLEST)
+    return chosen if target.arch in HAS_TMA else replace(chosen, switches=POINTERS)
+
+
+def fused(problem: Problem, target: Target) -> bool:
+    """Whether dQ is accumulated by the dk/dv kernel: five GEMMs and atomics against seven GEMMs and none.
+
+    Never for a deterministic call. Measured slower on Hopper (see TABLE); not measured on AMD, where the FLOPs decide.
+    """
+    return not problem.deterministic and target.vendor != "nvidia"
