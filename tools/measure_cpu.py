@@ -1,6 +1,6 @@
 """Measure torch_tiled against torch's SDPA on this CPU, and its memory; write measured/cpu.json.
 
-Usage: python tools/measure_cpu.py [--rounds N] [--out FILE]
+Usage: python tools/measure_cpu.py [--rounds N] [--patience SECONDS] [--out FILE]
 
 Time: one process, two threads, the variants in turn, round after round; the median of the runs that count. A run
 counts if a matmul of a few ms just before and just after it took at most 1.25 times its best: where another program
@@ -46,10 +46,10 @@ MEMORY_TARGET = 20
 MEMORY_SEQLEN = 32768
 MATH_SEQLENS = (8192, 16384)  # at 32768 SDPA's math path would need more than 16 GB
 QUIET, ENOUGH = 1.25, 3
-PATIENCE_S = 60  # for one row, on a machine that others use
 GRADS, RESULTS = ("dq", "dk", "dv"), ("out", "lse")
 
 Run = Callable[[], dict[str, Tensor]]
+Times = dict[str, list[float]]
 
 
 class Case(NamedTuple):
@@ -172,10 +172,10 @@ class Quiet:
         return time.perf_counter() - start
 
 
-def times_of(variants: dict[str, Run], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds of the runs that count, `rounds` a variant where PATIENCE_S allows, and of all runs."""
+def times_of(variants: dict[str, Run], rounds: int, patience_s: float) -> tuple[Times, Times]:
+    """Milliseconds of the runs that count, `rounds` a variant where `patience_s` allows, and of all runs."""
     quiet, kept, tried = Quiet(), {name: [] for name in variants}, {name: [] for name in variants}
-    end = time.perf_counter() + PATIENCE_S
+    end = time.perf_counter() + patience_s
     while time.perf_counter() < end and (wanted := [n for n in variants if len(kept[n]) < rounds]):
         for name in wanted:
             before = quiet()
@@ -188,13 +188,13 @@ def times_of(variants: dict[str, Run], rounds: int) -> tuple[dict[str, list[floa
     return kept, tried
 
 
-def measure(case: Case, which: str, rounds: int) -> dict[str, object]:
+def measure(case: Case, which: str, rounds: int, patience_s: float) -> dict[str, object]:
     """One row of the record: the pass `which` of a case."""
     problem = case.problem
     variants, backend = variants_of(problem, which)
     results = {name: run() for name, run in variants.items()}
     apart = max(_distance(x, results["sdpa"][n]) for n, x in results["torch_tiled"].items() if n != "lse")
-    kept, tried = times_of(variants, rounds)
+    kept, tried = times_of(variants, rounds, patience_s)
     quiet = min(map(len, kept.values())) >= ENOUGH
     kept = kept if quiet else tried
     flops = (forward_flops if which == "forward" else backward_flops)(problem)
@@ -287,6 +287,7 @@ def main() -> None:
     """Measure, print one line a row, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=11, help="runs that count, a variant")
+    parser.add_argument("--patience", type=float, default=60, help="seconds a row, on a machine that others use")
     parser.add_argument("--out", type=Path, default=OUT, help="the record to write")
     parser.add_argument("--peak", nargs=2, metavar=("VARIANT", "SEQLEN"), help="print one memory peak and stop")
     arguments = parser.parse_args()
@@ -297,7 +298,7 @@ def main() -> None:
     record = machine() | {"method": " ".join(__doc__.split("\n\n")[2].split()), "dispatch": [], "busy": []}
     for case in CASES:
         for which in ("backward", "forward"):
-            row = measure(case, which, arguments.rounds)
+            row = measure(case, which, arguments.rounds, arguments.patience)
             record["dispatch" if row["quiet"] else "busy"].append(row)
             aim = "" if row["target"] is None else f"target {row['target']}"
             notes = ("ratio", row["sdpa_over_torch_tiled"], aim, "" if row["quiet"] else "busy")
