@@ -1,4 +1,7 @@
-"""Make Triton's CPU interpreter multiply bf16 rightly (3.6 and 3.9 take the product of the raw 16-bit storage)."""
+"""Make Triton's CPU interpreter treat bf16 as a GPU does.
+
+Triton 3.6 and 3.9 multiply its raw 16-bit storage, and cut a float off where hardware rounds it to nearest even.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 _create_dot = interpreter.InterpreterBuilder.create_dot
+_cast_impl = interpreter.InterpreterBuilder.cast_impl
+BF16_NAN = 0x7FC0
 
 
 def _widened(handle: interpreter.TensorHandle) -> np.ndarray:
@@ -28,6 +33,21 @@ def _dot(
     return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
 
 
+def _cast(
+    self: interpreter.InterpreterBuilder, src: interpreter.TensorHandle, dst_type: tl.dtype
+) -> interpreter.TensorHandle:
+    kinds = src.dtype.scalar, dst_type.scalar
+    if kinds == (tl.bfloat16, tl.float32):
+        return interpreter.TensorHandle(_widened(src), tl.float32)
+    if kinds == (tl.float32, tl.bfloat16):
+        bits = np.ascontiguousarray(src.data).view(np.uint32)
+        nearest = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16  # half way up to even
+        rounded = np.where(np.isnan(src.data), BF16_NAN, nearest).astype(np.uint16)
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+    return _cast_impl(self, src, dst_type)
+
+
 def install() -> None:
     """Patch the interpreter of this process; harmless when done twice."""
+    interpreter.InterpreterBuilder.cast_impl = _cast
     interpreter.InterpreterBuilder.create_dot = _dot
