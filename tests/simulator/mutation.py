@@ -1,6 +1,13 @@
-"""Mutants of a kernel's machine code, and what the simulator says about each over a matrix of problems."""
+"""Mutants of a kernel's machine code, and what the simulator says about each over a matrix of problems.
 
+`python tests/simulator/mutation.py` plants all of them (about ten minutes) and rewrites mutation_record.json.
+"""
+
+import json
+from collections import Counter
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -12,9 +19,11 @@ from undertow.kernels.triton import host
 from undertow.layout import shapes
 from undertow.problem import Band, Problem
 from undertow.simulator import Options, SimulationError, UnsupportedError, asm, simulate_module
+from undertow.simulator.machine import TABLE
 from undertow.simulator.triton_front import compile_kernel
 from undertow.target import TARGETS
 
+OPTIONS = Options(max_steps=200_000)
 # Tails in both directions, a segment of one row, an empty one, queries that see no key, more queries than keys.
 LENGTHS = (((40, 70), (57, 70)), ((33, 1, 0, 65), (13, 40, 7, 130)), ((100, 37), (130, 77)))
 
@@ -80,13 +89,11 @@ def run_launch(launch, target):
 
 
 def run(case, module, options):
-    """(kinds of findings, right gradients, report) of one run of a module on a case."""
+    """The report of one run of a module on a case."""
     for name, content in case.before.items():
         case.tensors[name].copy_(content)
-    report = simulate_module(
-        module, None, (case.launch.programs,), case.threads, case.values, dynamic_lds=case.lds_bytes, options=options
-    )
-    return report
+    grid = (case.launch.programs,)
+    return simulate_module(module, None, grid, case.threads, case.values, dynamic_lds=case.lds_bytes, options=options)
 
 
 def gradients_right(case, target="gfx942"):
@@ -96,38 +103,61 @@ def gradients_right(case, target="gfx942"):
     return all(p.ok for p in compare(case.problem, case.tensors, got))
 
 
-def nop(module, index):
-    """The module with one instruction replaced by s_nop."""
-    old = module.instructions[index]
-    return edited(
-        module, index, replace(old, opcode="s_nop", encoding="", operands=(asm.Operand("int", value=0),), modifiers={})
-    )
-
-
-def edited(module, index, instruction):
+# ---------------------------------------------------------------------- mutants
+def edited(module, index, **changes):
+    """The module with one instruction changed."""
     instructions = list(module.instructions)
-    instructions[index] = instruction
+    instructions[index] = replace(module.instructions[index], **changes)
     return replace(module, instructions=instructions)
 
 
-def shifted_offset(module, index, by):
-    """An LDS or memory instruction with its offset moved."""
+def deleted(module, index):
+    """Replaced by s_nop."""
+    return edited(module, index, opcode="s_nop", encoding="", operands=(asm.Operand("int", value=0),), modifiers={})
+
+
+def shifted(module, index):
+    """An LDS access one element further."""
     old = module.instructions[index]
-    key = "offset0" if "offset0" in old.modifiers or "offset1" in old.modifiers else "offset"
-    return edited(
-        module, index, replace(old, modifiers=old.modifiers | {key: str(int(old.modifiers.get(key, 0)) + by)})
-    )
+    paired = "2" in old.opcode.split("_")[1]
+    key = "offset1" if paired else "offset"
+    step = 1 if paired else 4
+    return edited(module, index, modifiers=old.modifiers | {key: str(int(old.modifiers.get(key, 0)) + step)})
 
 
-def swapped(module, index, first, second):
-    """An instruction with two source operands exchanged."""
-    old = module.instructions[index]
-    operands = list(old.operands)
-    operands[first], operands[second] = operands[second], operands[first]
-    return edited(module, index, replace(old, operands=tuple(operands)))
+def swapped(module, index):
+    """A matrix product with A and B exchanged."""
+    out, a, b, c = module.instructions[index].operands
+    return edited(module, index, operands=(out, b, a, c))
 
 
-def verdict(cases, module, options=Options(max_steps=200_000)):
+def unmasked(module, index):
+    """A conditional block that every lane enters: EXEC is saved and not narrowed."""
+    out, _ = module.instructions[index].operands
+    everyone = asm.Operand("s", asm.EXEC, 2)
+    return edited(module, index, opcode="s_mov_b64", operands=(out, everyone))
+
+
+MUTANTS = {
+    "s_barrier deleted": (deleted, lambda x: x.opcode == "s_barrier"),
+    "s_waitcnt deleted": (deleted, lambda x: x.opcode == "s_waitcnt"),
+    "LDS offset shifted": (shifted, lambda x: x.opcode.startswith(("ds_read_", "ds_read2", "ds_write"))),
+    "MFMA operands swapped": (swapped, lambda x: x.opcode.startswith("v_mfma")),
+    "mask dropped": (unmasked, lambda x: x.opcode == "s_and_saveexec_b64"),
+}
+
+
+def places(module, kind):
+    """Instruction indices of the mutants of a kind."""
+    return [x.index for x in module.instructions if MUTANTS[kind][1](x)]
+
+
+def mutant(module, kind, index):
+    """The module with the fault planted at `index`."""
+    return MUTANTS[kind][0](module, index)
+
+
+def verdict(cases, module, options=OPTIONS):
     """Why a mutant is caught: a finding, a stop, a wrong gradient; None when it survives every case."""
     for number, case in enumerate(cases):
         try:
@@ -139,3 +169,86 @@ def verdict(cases, module, options=Options(max_steps=200_000)):
         if not gradients_right(case):
             return f"case {number}: wrong gradients"
     return None
+
+
+# ---------------------------------------------------------------------- proofs of survivors, and the record
+def effects_of_waits(cases, module):
+    """(executions, executions that retired something) of every s_waitcnt over the matrix."""
+    executed, useful = Counter(), Counter()
+    original = TABLE["s_waitcnt"]
+
+    def observed(builder):
+        run_wait, index, waits, group = (
+            original(builder),
+            builder.instruction.index,
+            builder.machine.checks.waits,
+            builder.state,
+        )
+
+        def step():
+            before = {c: done.copy() for c, done in waits.done.items()}
+            run_wait()
+            executed[index] += 1
+            useful[index] += any((done > before[c])[group.group].any() for c, done in waits.done.items())
+
+        return step
+
+    TABLE["s_waitcnt"] = observed
+    try:
+        for case in cases:
+            run(case, module, OPTIONS)
+    finally:
+        TABLE["s_waitcnt"] = original
+    return executed, useful
+
+
+def proof(index, module, cases, effects):
+    """Why a surviving deletion changes nothing on the matrix."""
+    executed, useful = effects
+    if not executed[index]:
+        return "never executed"
+    if not useful[index]:
+        return f"idle: in all {executed[index]} executions everything it waits for was already complete"
+    for seed in (0, 1, 2):
+        if verdict(cases, mutant(module, "s_waitcnt deleted", index), replace(OPTIONS, seed=seed)):
+            return None
+    return "covered: without it a later wait still guarantees every use, in lock-step and in three random wave orders"
+
+
+def record():
+    """Every mutant of the gfx942 dk/dv kernel over the matrix, as the table that the docs quote."""
+    cases = [make_case(*lengths) for lengths in LENGTHS]
+    module = asm.parse(cases[0].text)
+    out = {
+        "kernel": "dkdv, 64/64, bf16, causal, packed, 2 query heads a kv head, gfx942",
+        "versions": {name: version(name) for name in ("triton", "torch", "numpy")},
+        "lengths": LENGTHS,
+        "unmodified": verdict(cases, module) or "no finding, gradients right",
+        "instructions": len(module.instructions),
+        "mutants": {},
+    }
+    effects = effects_of_waits(cases, module)
+    for kind in MUTANTS:
+        every = places(module, kind)
+        every = every if "deleted" in kind else every[:: max(1, len(every) // 40)]
+        verdicts = {index: verdict(cases, mutant(module, kind, index)) for index in every}
+        survivors = [index for index, why in verdicts.items() if why is None]
+        out["mutants"][kind] = {
+            "planted": len(every),
+            "killed": len(every) - len(survivors),
+            "by": dict(Counter(why.split(": ")[1] for why in verdicts.values() if why).most_common()),
+            "survivors": [
+                {
+                    "instruction": module.instructions[i].text,
+                    "index": i,
+                    "next": module.instructions[i + 1].text,
+                    "proof": proof(i, module, cases, effects) if "waitcnt" in kind else None,
+                }
+                for i in survivors
+            ],
+        }
+    return out
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("mutation_record.json").write_text(json.dumps(record(), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""An interpreter of AMD's instruction pseudocode, as the tinygrad wheel ships it: an oracle the simulator shares no line with.
+"""An interpreter of AMD's instruction pseudocode, as the tinygrad wheel ships it: an oracle that is not ours.
 
 Values are (bits, width, kind) with kind u, i, f, bf or b. One lane at a time, exact integers, numpy scalars for floats.
 """

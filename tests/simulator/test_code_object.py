@@ -67,7 +67,7 @@ def test_decoded_instructions_equal_llvms_text(target):
             assert meaning(x) == meaning(y), (x.text, y.text)
             if x.target is not None:
                 # the same place, counted without padding
-                place = lambda m, i: sum(z.opcode not in skip for z in m.instructions[:i])
+                place = lambda m, i, skip=skip: sum(z.opcode not in skip for z in m.instructions[:i])
                 assert place(text, x.target) == place(binary, y.target)
 
 

@@ -78,7 +78,8 @@ def test_two_address_forms(width, stride):
     n = size // 4
     bench = Bench(v={n: WORDS[n] for n in range(4)} | {10: LANE * size}, lds=4096)
     state = bench.run(
-        f"ds_write2{stride}_{width} v10, {span(0, n)}, {span(2, n)} offset0:{first} offset1:{second}\ns_waitcnt lgkmcnt(0)\n"
+        f"ds_write2{stride}_{width} v10, {span(0, n)}, {span(2, n)} offset0:{first} offset1:{second}\n"
+        "s_waitcnt lgkmcnt(0)\n"
         f"ds_read2{stride}_{width} {span(4, 2 * n)}, v10 offset0:{second} offset1:{first}{WAIT}"
     )
     if stride:
@@ -241,12 +242,18 @@ def test_write_after_write():
     assert two_waves("v_lshlrev_b32_e32 v0, 2, v0\n" + text.replace("v20", "v0")).kinds() == [], (
         "both waves write the same value"
     )
-    staggered = "v_lshlrev_b32_e32 v0, 2, v0\ns_cmp_eq_u32 s0, 0\ns_cbranch_scc0 .L\nds_write_b32 v0, v20\n.L:\nds_write_b32 v0, v20"
+    staggered = (
+        "v_lshlrev_b32_e32 v0, 2, v0\ns_cmp_eq_u32 s0, 0\n"
+        "s_cbranch_scc0 .L\nds_write_b32 v0, v20\n.L:\nds_write_b32 v0, v20"
+    )
     assert two_waves(staggered).kinds() == ["lds-race"]
 
 
 def test_half_words_of_one_dword_belong_to_different_waves():
-    text = "v_lshlrev_b32_e32 v2, 2, v0\nv_lshl_add_u32 v2, s0, 1, v2\nds_write_b16 v2, v0\ns_waitcnt lgkmcnt(0)\ns_barrier\nds_read_u16 v3, v2\ns_waitcnt lgkmcnt(0)"
+    text = (
+        "v_lshlrev_b32_e32 v2, 2, v0\nv_lshl_add_u32 v2, s0, 1, v2\nds_write_b16 v2, v0\n"
+        "s_waitcnt lgkmcnt(0)\ns_barrier\nds_read_u16 v3, v2\ns_waitcnt lgkmcnt(0)"
+    )
     assert two_waves(text).kinds() == []
     assert two_waves(
         text.replace("v_lshl_add_u32 v2, s0, 1, v2\n", "").replace("v2, v0\ns_wait", "v2, v20\ns_wait")
@@ -315,7 +322,10 @@ def test_load_to_lds_needs_its_own_wait():
         11: ((1 - wave) * LANES + LANE) * 4,
         20: np.broadcast_to(wave, (2, LANES)),
     }
-    text = "v_readfirstlane_b32 s6, v20\ns_lshl_b32 m0, s6, 8\ns_nop 0\nglobal_load_lds_dword v8, s[0:1]\n{wait}s_barrier\nds_read_b32 v1, v11\ns_waitcnt lgkmcnt(0)"
+    text = (
+        "v_readfirstlane_b32 s6, v20\ns_lshl_b32 m0, s6, 8\ns_nop 0\n"
+        "global_load_lds_dword v8, s[0:1]\n{wait}s_barrier\nds_read_b32 v1, v11\ns_waitcnt lgkmcnt(0)"
+    )
     for wait, kinds in (("s_waitcnt vmcnt(0)\n", []), ("s_waitcnt lgkmcnt(0)\n", ["lds-load"]), ("", ["lds-load"])):
         bench = Bench(v=registers, waves=2, per_group=2, lds=512, buffers={"x": data}, place={"x": 0})
         state = bench.run(text.format(wait=wait))

@@ -75,7 +75,10 @@ def test_constant_addend_and_accumulator_result():
 
 def test_only_the_waves_of_the_group_are_written():
     a = operand("f16", 4)
-    text = "v_mov_b32_e32 v8, 0\nv_readfirstlane_b32 s0, v9\ns_cmp_eq_u32 s0, 1\ns_cbranch_scc0 .L\nv_mfma_f32_16x16x16_f16 v[4:7], v[0:1], v[0:1], 0\n.L:\ns_nop 0"
+    text = (
+        "v_mov_b32_e32 v8, 0\nv_readfirstlane_b32 s0, v9\ns_cmp_eq_u32 s0, 1\n"
+        "s_cbranch_scc0 .L\nv_mfma_f32_16x16x16_f16 v[4:7], v[0:1], v[0:1], 0\n.L:\ns_nop 0"
+    )
     wave = np.arange(3, dtype=np.uint32)[:, None] * np.ones((1, LANES), np.uint32)
     state = Bench(v={0: a[0], 1: a[1], 9: wave, **{n: np.zeros(LANES, np.uint32) for n in range(4, 8)}}, waves=3).run(
         text

@@ -41,7 +41,10 @@ def test_loads(name, form):
     if form == "saddr":
         text = f"global_load_{name} {out}, v8, s[0:1] offset:4"
     elif form == "vaddr":
-        text = f"v_mov_b32_e32 v10, s0\nv_mov_b32_e32 v11, s1\nv_lshl_add_u64 v[10:11], v[8:9], 0, v[10:11]\nglobal_load_{name} {out}, v[10:11], off offset:4"
+        text = (
+            f"v_mov_b32_e32 v10, s0\nv_mov_b32_e32 v11, s1\nv_lshl_add_u64 v[10:11], v[8:9], 0, v[10:11]\n"
+            f"global_load_{name} {out}, v[10:11], off offset:4"
+        )
     else:
         text = (
             f"s_mov_b32 s2, {data.size}\ns_mov_b32 s3, 0x27000\nbuffer_load_{name} {out}, v8, s[0:3], 0 offen offset:4"
@@ -61,7 +64,7 @@ def test_loads(name, form):
 
 @pytest.mark.parametrize("name", sorted(LOADS))
 def test_buffer_loads_give_zero_past_num_records(name):
-    """Also in the lanes of a partly valid access, whatever the register held (a stale register once gave NaN gradients)."""
+    """Also in the lanes of a partly valid access, whatever the register held (stale ones once gave NaN gradients)."""
     element = LOADS[name]
     data = rng.integers(1, 256, LANES * element.nbytes, dtype=np.uint8)
     limit = 40 * element.nbytes
@@ -72,7 +75,8 @@ def test_buffer_loads_give_zero_past_num_records(name):
         place={"x": 0},
     )
     state = bench.run(
-        f"s_mov_b32 s2, {limit}\ns_mov_b32 s3, 0x27000\nbuffer_load_{name} {span(0, element.registers)}, v8, s[0:3], 0 offen\ns_waitcnt vmcnt(0)"
+        f"s_mov_b32 s2, {limit}\ns_mov_b32 s3, 0x27000\n"
+        f"buffer_load_{name} {span(0, element.registers)}, v8, s[0:3], 0 offen\ns_waitcnt vmcnt(0)"
     )
     for lane in np.flatnonzero(ON):
         at = int(lane) * element.nbytes
@@ -84,7 +88,7 @@ def test_buffer_loads_give_zero_past_num_records(name):
 @pytest.mark.parametrize("name", sorted(STORES))
 @pytest.mark.parametrize("records", (64, 41))
 def test_stores_with_partial_exec_and_bounds(name, records):
-    """The last element that fits is written, the first that does not is dropped: bounds count the bytes of the access."""
+    """The last element that fits is written, the first that does not is dropped: bounds count an access's bytes."""
     element = STORES[name]
     values = rng.integers(0, 1 << 32, (4, LANES), dtype=np.uint64).astype(np.uint32)
     bench = Bench(
@@ -94,7 +98,8 @@ def test_stores_with_partial_exec_and_bounds(name, records):
         place={"x": 0},
     )
     bench.run(
-        f"s_mov_b32 s2, {records * element.nbytes}\ns_mov_b32 s3, 0x27000\nbuffer_store_{name} {span(0, element.registers)}, v8, s[0:3], 0 offen"
+        f"s_mov_b32 s2, {records * element.nbytes}\ns_mov_b32 s3, 0x27000\n"
+        f"buffer_store_{name} {span(0, element.registers)}, v8, s[0:3], 0 offen"
     )
     got = bench.memory("x", np.uint8).reshape(LANES, element.nbytes)
     for lane in range(LANES):
@@ -123,7 +128,8 @@ def test_structured_buffers_bound_by_index():
     data = np.arange(LANES * 3, dtype=np.uint32)
     bench = Bench(v={8: LANE, 0: OLD}, buffers={"x": data}, place={"x": 0})
     state = bench.run(
-        "s_or_b32 s1, s1, 0xc0000\ns_mov_b32 s2, 50\ns_mov_b32 s3, 0x27000\nbuffer_load_dword v0, v8, s[0:3], 4 idxen offset:4\ns_waitcnt vmcnt(0)"
+        "s_or_b32 s1, s1, 0xc0000\ns_mov_b32 s2, 50\ns_mov_b32 s3, 0x27000\n"
+        "buffer_load_dword v0, v8, s[0:3], 4 idxen offset:4\ns_waitcnt vmcnt(0)"
     )
     assert [int(x) for x in state.v[0, 0]] == [3 * lane + 2 if lane < 50 else 0 for lane in range(LANES)]
 
@@ -218,7 +224,8 @@ def test_integer_atomics_one_after_the_other(name, returns, width):
     suffix, data, out = ("", "v2", "v0, ") if width == 1 else ("_x2", "v[2:3]", "v[0:1], ")
     bench = Bench(v=registers, exec_mask=PARTIAL, buffers={"x": cells.copy()}, place={"x": 0})
     state = bench.run(
-        f"global_atomic_{name}{suffix} {out if returns else ''}v8, {data}, s[0:1]{' sc0' if returns else ''}\ns_waitcnt vmcnt(0)"
+        f"global_atomic_{name}{suffix} {out if returns else ''}v8, {data}, s[0:1]{' sc0' if returns else ''}\n"
+        f"s_waitcnt vmcnt(0)"
     )
     memory = [int(c) for c in cells]
     top = 32 * width
@@ -314,7 +321,8 @@ def test_scratch_keeps_each_lane_apart(name):
     registers = {n: values[n] for n in range(4)} | {10: LANE % 3 * 16, **dict.fromkeys(range(4, 8), OLD)}
     bench = Bench(v=registers, exec_mask=PARTIAL, scratch=96, s={32: 16})
     state = bench.run(
-        f"scratch_store_{name} v10, {span(0, element.registers)}, s32 offset:16\nscratch_load_{load} {span(4, element.registers)}, v10, s32 offset:16\ns_waitcnt vmcnt(0)"
+        f"scratch_store_{name} v10, {span(0, element.registers)}, s32 offset:16\n"
+        f"scratch_load_{load} {span(4, element.registers)}, v10, s32 offset:16\ns_waitcnt vmcnt(0)"
     )
     for r in range(element.registers):
         keep = np.uint32((1 << (8 * min(element.nbytes, 4))) - 1)

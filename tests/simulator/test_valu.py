@@ -75,7 +75,10 @@ def test_an_unsupported_instruction_that_is_never_reached_does_not_stop():
 
 def test_fma_constants_and_literals():
     state = run(
-        "v_fmaak_f32 v0, v1, v2, 0x40490fdb\nv_fmamk_f32 v3, v1, 0x40490fdb, v2\nv_add_f32_e32 v4, 2.0, v1\nv_add_u32_e32 v5, -16, v1",
+        (
+            "v_fmaak_f32 v0, v1, v2, 0x40490fdb\nv_fmamk_f32 v3, v1, 0x40490fdb, v2\n"
+            "v_add_f32_e32 v4, 2.0, v1\nv_add_u32_e32 v5, -16, v1"
+        ),
         exec_mask=FULL,
         v={1: F[0], 2: F[1]},
     )
@@ -111,7 +114,10 @@ def test_denormals_are_flushed_or_kept_by_the_mode():
 
 def test_setreg_switches_denormals_for_the_waves_that_execute_it():
     tiny = np.full(LANES, 1e-40, np.float32)
-    text = "s_cmp_eq_u32 s0, 1\ns_cbranch_scc0 .L\ns_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 0\n.L:\nv_mul_f32_e32 v0, 1.0, v1"
+    text = (
+        "s_cmp_eq_u32 s0, 1\ns_cbranch_scc0 .L\n"
+        "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 0\n.L:\nv_mul_f32_e32 v0, 1.0, v1"
+    )
     bench = Bench(v={1: np.stack([tiny, tiny])}, waves=2)
     machine_state = bench.run("v_readfirstlane_b32 s0, v2\n" + text) if False else None
     assert machine_state is None
@@ -223,7 +229,10 @@ def test_sdwa_destinations(select, unused):
 
 def test_sdwa_select_by_mask_and_half_arithmetic():
     state = run(
-        "v_cndmask_b32_sdwa v0, v1, v2, vcc dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:WORD_1\nv_mul_lo_u16_sdwa v3, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:BYTE_0",
+        (
+            "v_cndmask_b32_sdwa v0, v1, v2, vcc dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:WORD_1\n"
+            "v_mul_lo_u16_sdwa v3, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:BYTE_0"
+        ),
         exec_mask=FULL,
         v={1: U[0], 2: U[1]},
         s={106: 0x0F0F0F0F, 107: 0x33333333},
@@ -249,7 +258,7 @@ PYTHON = {
     "nlg": lambda a, b: not (a < b or a > b),
     "ngt": lambda a, b: not a > b,
     "nle": lambda a, b: not a <= b,
-    "neq": lambda a, b: not a == b,
+    "neq": lambda a, b: not (a == b),  # noqa: SIM201
     "nlt": lambda a, b: not a < b,
 }
 CASES = [
@@ -329,7 +338,10 @@ def test_multiply_add_64(kind):
 
 def test_lane_reads_and_writes_ignore_exec():
     state = run(
-        "v_readlane_b32 s3, v1, 5\nv_readlane_b32 s4, v1, s8\nv_writelane_b32 v0, s9, 0\nv_writelane_b32 v0, 7, s8\nv_readfirstlane_b32 s5, v1",
+        (
+            "v_readlane_b32 s3, v1, 5\nv_readlane_b32 s4, v1, s8\n"
+            "v_writelane_b32 v0, s9, 0\nv_writelane_b32 v0, 7, s8\nv_readfirstlane_b32 s5, v1"
+        ),
         v={0: U[3], 1: U[0]},
         s={8: 70, 9: 0xABCD},
     )
@@ -384,7 +396,8 @@ def test_swap_and_accumulator_moves():
 @pytest.mark.parametrize("op_sel_hi", ((1, 1), (0, 1), (1, 0), (0, 0)))
 @pytest.mark.parametrize("negate", ("", " neg_lo:[1,0] neg_hi:[0,1]"))
 def test_packed_f32_words(op_sel, op_sel_hi, negate):
-    text = f"v_pk_mul_f32 v[0:1], v[2:3], s[4:5] op_sel:[{op_sel[0]},{op_sel[1]}] op_sel_hi:[{op_sel_hi[0]},{op_sel_hi[1]}]{negate}"
+    low, high = (",".join(map(str, bits)) for bits in (op_sel, op_sel_hi))
+    text = f"v_pk_mul_f32 v[0:1], v[2:3], s[4:5] op_sel:[{low}] op_sel_hi:[{high}]{negate}"
     scalars = np.array([1.25, -3.5], np.float32)
     state = run(
         text,
@@ -408,7 +421,10 @@ def test_packed_f32_in_place_with_swapped_words():
 
 def test_packed_move_and_packed_shift():
     state = run(
-        "v_pk_mov_b32 v[0:1], v[2:3], v[4:5] op_sel:[1,0]\nv_pk_lshlrev_b16 v6, 4, v7 op_sel_hi:[0,1]\nv_pk_mul_lo_u16 v8, v7, v2 op_sel:[1,0] op_sel_hi:[0,1]",
+        (
+            "v_pk_mov_b32 v[0:1], v[2:3], v[4:5] op_sel:[1,0]\nv_pk_lshlrev_b16 v6, 4, v7 op_sel_hi:[0,1]\n"
+            "v_pk_mul_lo_u16 v8, v7, v2 op_sel:[1,0] op_sel_hi:[0,1]"
+        ),
         v={0: U[0], 1: U[0], 2: U[1], 3: U[2], 4: U[3], 5: U[0], 6: U[0], 7: U[1], 8: U[0]},
     )
     for lane in np.flatnonzero(ON):
@@ -424,7 +440,10 @@ def test_mixed_precision_fma():
     halves = rng.standard_normal((LANES, 2)).astype(np.float16)
     registers = {0: F[3], 1: halves.view(np.uint32)[:, 0], 2: F[0], 3: F[1], 4: U[0]}
     state = run(
-        "v_fma_mix_f32 v0, -v1, |v2|, v3 op_sel:[1,0,0] op_sel_hi:[1,0,0]\nv_fma_mixlo_f16 v4, v2, v3, v2\nv_fma_mixhi_f16 v4, v2, v2, v3",
+        (
+            "v_fma_mix_f32 v0, -v1, |v2|, v3 op_sel:[1,0,0] op_sel_hi:[1,0,0]\n"
+            "v_fma_mixlo_f16 v4, v2, v3, v2\nv_fma_mixhi_f16 v4, v2, v2, v3"
+        ),
         v=registers,
     )
     for lane in np.flatnonzero(ON):

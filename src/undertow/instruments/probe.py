@@ -239,7 +239,7 @@ def _problem_fields(problem: Problem) -> dict[str, Any]:
 
 def compile_in_subprocess(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """What the compiler made of `spec`, one dict a kernel. An abort of the compiler is an error message here."""
-    command = [sys.executable, "-m", "undertow.instruments.probe"]
+    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-m", "undertow.instruments.probe"]
     done = subprocess.run(
         command, input=json.dumps(spec), capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
     )

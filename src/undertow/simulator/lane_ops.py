@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .state import f16, f32, f64, flush_denormals, i32, i64, u16, u32, u64
+from .state import f16, f32, f64, flush_denormals, i16, i32, i64, u16, u32, u64
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +304,31 @@ OPS: dict[str, LaneOp] = {
     "v_sqrt_f16": _op(H1, np.sqrt),
     "v_exp_f16": _op(H1, np.exp2),
     # conversions
+    "v_pack_b32_f16": _op("u32 <- f16 f16", pack),
+    "v_floor_f16": _op(H1, np.floor),
+    "v_ceil_f16": _op(H1, np.ceil),
+    "v_trunc_f16": _op(H1, np.trunc),
+    "v_rndne_f16": _op(H1, np.rint),
+    "v_log_f16": _op(H1, lambda a: np.log2(a.astype(f32)).astype(f16)),
+    "v_rsq_f16": _op(H1, lambda a: (f32(1) / np.sqrt(a.astype(f32))).astype(f16)),
+    "v_med3_f16": _op(H3, _median_float, keeps_high=True),
+    "v_cvt_u16_f16": _op("u16 <- f16", lambda a: to_integer(a, u16)),
+    "v_cvt_i16_f16": _op("i16 <- f16", lambda a: to_integer(a, i16)),
+    "v_ceil_f64": _op("f64 <- f64", np.ceil),
+    "v_trunc_f64": _op("f64 <- f64", np.trunc),
+    "v_sqrt_f64": _op("f64 <- f64", np.sqrt),
+    "v_rsq_f64": _op("f64 <- f64", lambda a: 1 / np.sqrt(a)),
+    "v_frexp_mant_f64": _op("f64 <- f64", _mantissa),
+    "v_frexp_exp_i32_f64": _op("i32 <- f64", _exponent),
+    "v_cvt_pk_i16_i32": _op(
+        "u32 <- i32 i32",
+        lambda a, b: pack(np.clip(a, -32768, 32767).astype(i16), np.clip(b, -32768, 32767).astype(i16)),
+    ),
+    "v_cvt_pk_u16_u32": _op(
+        "u32 <- u32 u32",
+        lambda a, b: pack(np.minimum(a, u32(65535)).astype(u16), np.minimum(b, u32(65535)).astype(u16)),
+    ),
+    "v_prng_b32": _op(U1, lambda a: (a << u32(1)) ^ ((a >> u32(31)) * u32(197))),
     "v_cvt_f32_u32": _op("f32 <- u32", lambda a: a.astype(f32)),
     "v_cvt_f32_i32": _op("f32 <- i32", lambda a: a.astype(f32)),
     "v_cvt_u32_f32": _op("u32 <- f32", lambda a: to_integer(a, u32)),
@@ -389,7 +414,7 @@ OPS: dict[str, LaneOp] = {
     "v_mul_lo_u16": _op(W2, np.multiply),
     "v_lshlrev_b16": _op(W2, lambda n, a: a << (n & u16(15))),
     "v_lshrrev_b16": _op(W2, lambda n, a: a >> (n & u16(15))),
-    "v_ashrrev_i16": _op("i16 <- i16 i16", lambda n, a: a >> (n & np.int16(15))),
+    "v_ashrrev_i16": _op("i16 <- i16 i16", lambda n, a: a >> (n & i16(15))),
     "v_max_u16": _op(W2, np.maximum),
     "v_min_u16": _op(W2, np.minimum),
     "v_max_i16": _op("i16 <- i16 i16", np.maximum),
@@ -421,7 +446,7 @@ PACKED_16 = {
     "v_pk_mad_i16": ("u16", 3, lambda a, b, c: a * b + c),
     "v_pk_lshlrev_b16": ("u16", 2, lambda n, a: a << (n & u16(15))),
     "v_pk_lshrrev_b16": ("u16", 2, lambda n, a: a >> (n & u16(15))),
-    "v_pk_ashrrev_i16": ("i16", 2, lambda n, a: a >> (n & np.int16(15))),
+    "v_pk_ashrrev_i16": ("i16", 2, lambda n, a: a >> (n & i16(15))),
     "v_pk_max_u16": ("u16", 2, np.maximum),
     "v_pk_min_u16": ("u16", 2, np.minimum),
     "v_pk_max_i16": ("i16", 2, np.maximum),
