@@ -80,7 +80,7 @@ def _verdict(kernel: Kernel, problem: Problem, target: Target, which: str, chose
         times = _times(problem, target, which)
         reasons = (f"measured near here: {times[kernel.name]:.3f} ms",) if kernel.name in times else ("not measured",)
     fixes = tuple(limit.remedy(problem, target) for limit in failing if limit.fix)
-    tax = padding_tax(problem, kernel.executed_dims(problem), kernel.gemms)
+    tax = padding_tax(problem, kernel.executed_dims(problem), kernel.gemms(problem, target))
     return Verdict(kernel.name, status, reasons, fixes, tax)
 
 

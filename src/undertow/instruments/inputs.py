@@ -36,7 +36,9 @@ def make(
     return tensors
 
 
-def with_gaps(problem: Problem, tensors: dict[str, Tensor | None], gap: int, *, fill: float) -> dict[str, Tensor | None]:
+def with_gaps(
+    problem: Problem, tensors: dict[str, Tensor | None], gap: int, *, fill: float
+) -> dict[str, Tensor | None]:
     """The same packed call with `gap` rows of `fill` behind every segment and at the end; lengths move to seqused."""
     spread = dict(tensors)
     by_token = dict(tensors)

@@ -62,7 +62,7 @@ class Kernel:
 
     `forward(problem, config, tensors)` fills out and lse; `backward(problem, config, tensors, scratch)` fills dq, dk,
     dv (and dsink). Either may be None. `archs` empty means any. `executed_dims` gives the head dims the kernel really
-    multiplies, from which the padding tax follows; `gemms` how many of the (qk, v) products a backward does.
+    multiplies, from which the padding tax follows; `gemms` how many products over (qk, v) dims a backward does.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Kernel:
     forward: Callable[[Problem, Config, Tensors], None] | None = None
     backward: Callable[[Problem, Config, Tensors, Tensors], None] | None = None
     executed_dims: Callable[[Problem], tuple[int, int]] = field(default=lambda p: (p.head_dim_qk, p.head_dim_v))
-    gemms: tuple[int, int] = (3, 2)
+    gemms: Callable[[Problem, Target], tuple[int, int]] = field(default=lambda p, t: (3, 2))
     vendor: bool = False
 
     def failing(self, problem: Problem, target: Target, which: str = "backward") -> tuple[Limit, ...]:

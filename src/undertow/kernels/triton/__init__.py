@@ -6,7 +6,7 @@ from ...problem import Problem
 from ...target import Target
 from ...workspace import Buffer, WorkspacePlan, delta_buffer, dq_acc_buffer, dsink_rows_buffer
 from ..spec import Config, Kernel, Limit, Tensors
-from .configs import SMALLEST, STAGES, executed_dims, feasible, fused, programs, shared_bytes, stage_config
+from .configs import LADDER, SMALLEST, STAGES, executed_dims, feasible, fused, programs, shared_bytes, stage_config
 
 ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "cpu"})
 
@@ -76,6 +76,7 @@ KERNEL = Kernel(
     forward=_forward,
     backward=_backward,
     executed_dims=executed_dims,
+    gemms=lambda p, t: (3, 2) if fused(p, t) else (4, 3),
 )
 
-__all__ = ["KERNEL", "config", "plan_workspace", "shared_bytes"]
+__all__ = ["KERNEL", "LADDER", "config", "plan_workspace", "shared_bytes"]

@@ -99,3 +99,22 @@ def fused(problem: Problem, target: Target) -> bool:
     Never for a deterministic call. Measured slower on Hopper (see TABLE); not measured on AMD, where the FLOPs decide.
     """
     return not problem.deterministic and target.vendor != "nvidia"
+
+
+def _rung(dkdv: Config, dq: Config, *, one_kernel: bool) -> Config:
+    return Config(switches=(("forward", SMALLEST), ("dkdv", dkdv), ("dq", dq), ("fused", one_kernel)))
+
+
+_HEAD_BY_HEAD, _ALL = Config(64, 64, 4, 1, (("columns", 1),)), Config(64, 64, 4, 1)
+LADDER = (
+    ("plain", "fused, fp32 atomics, one head after the other", _rung(_HEAD_BY_HEAD, _HEAD_BY_HEAD, one_kernel=True)),
+    ("order", "all heads in flight, longest tiles first", _rung(_ALL, _ALL, one_kernel=True)),
+    ("split", "dq in a kernel of its own: seven GEMMs, no atomics", _rung(_ALL, _ALL, one_kernel=False)),
+    ("tiles", "a tile and stages for each kernel", _rung(Config(32, 64, 4, 2), Config(64, 32, 4, 3), one_kernel=False)),
+    (
+        "columns", "eight heads in flight share the cache",
+        _rung(Config(32, 64, 4, 2, POINTERS), Config(64, 32, 4, 3, POINTERS), one_kernel=False),
+    ),
+    ("tma", "TMA loads", _rung(Config(32, 64, 4, 3, TMA), Config(64, 32, 4, 3, TMA), one_kernel=False)),
+)  # fmt: skip
+"""The backward from naive to tuned, as (name, about, Config): rungs at 192/128 on Hopper, timed by `bench --ladder`."""

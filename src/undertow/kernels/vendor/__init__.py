@@ -53,7 +53,7 @@ KERNELS = (
         "torch's unfused attention, O(seqlen_q * seqlen_k) fp32 memory; the backward recomputes, ignores out and lse",
         (*_.SDPA, _.TOP_LEFT_CAUSAL),
         archs=frozenset(),
-        gemms=(3, 3),
+        gemms=lambda p, t: (3, 3),
     ),
     _peer(
         "aten_flash_varlen",

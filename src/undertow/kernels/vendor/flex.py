@@ -186,6 +186,6 @@ KERNEL = Kernel(
     forward,
     backward,
     executed_dims,
-    gemms=(4, 3),
+    gemms=lambda p, t: (4, 3),
     vendor=True,
 )

@@ -1,0 +1,46 @@
+# Everything runs in .venv, made from a bare python3 with venv. CPU wheels are pinned by constraints-cpu.txt; on a GPU
+# machine say CONSTRAINTS= to let pip choose torch and triton for its driver.
+PYTHON ?= python3
+CONSTRAINTS ?= -c constraints-cpu.txt
+EXTRAS ?= dev,bench,amd,simulator
+BIN := .venv/bin
+STAMP := .venv/.installed-$(EXTRAS)
+
+.PHONY: demo test lint test-slow test-amd test-gpu measure-cpu verify-gpu support-table clean
+
+demo: $(STAMP)
+	$(BIN)/undertow verify
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests tools
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_kernels.py src/undertow/kernels/triton/*_device.py
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-amd: $(STAMP)
+	$(BIN)/python -m pytest tests/flydsl tests/simulator tests/test_probe.py -m "not gpu"
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+
+measure-cpu: $(STAMP)
+	$(BIN)/python tools/measure_cpu.py
+
+verify-gpu: $(STAMP)
+	$(BIN)/undertow verify --device cuda --kernel triton --out src/undertow/measured/verify_gpu.json
+
+support-table: $(STAMP)
+	$(BIN)/python tools/support_table.py README.md
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

@@ -1,0 +1,250 @@
+"""Command line: parse, call an instrument, print. The only module that prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .problem import DTYPES, LAYOUTS, Band, Problem
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Fused attention backward, and the instruments that prove it right.",
+)  # fmt: skip
+
+Lengths = Annotated[str, typer.Option(help="segment lengths of q, by comma: a packed problem")]
+LengthsK = Annotated[str, typer.Option(help="segment lengths of k, by comma; default as q's")]
+Batch = Annotated[int, typer.Option(help="batch of a dense problem")]
+Seqlen = Annotated[int, typer.Option(help="query length of a dense problem")]
+SeqlenK = Annotated[int, typer.Option(help="key length of a dense problem; default as the queries'")]
+Heads = Annotated[int, typer.Option(help="query heads")]
+KvHeads = Annotated[int, typer.Option(help="kv heads; default as the query heads")]
+Qk = Annotated[int, typer.Option("--qk", help="head dim of q and k")]
+V = Annotated[int, typer.Option("--v", help="head dim of v")]
+Dtype = Annotated[str, typer.Option(help=f"one of {', '.join(DTYPES)}")]
+Layout = Annotated[str, typer.Option(help=f"one of {', '.join(LAYOUTS[:3])}; packed problems are thd")]
+Causal = Annotated[bool, typer.Option(help="bottom-right causal mask")]
+WindowSize = Annotated[str, typer.Option(help="left,right keys beside the diagonal, -1 unbounded")]
+Align = Annotated[str, typer.Option(help="bottom_right or top_left")]
+Softcap = Annotated[float, typer.Option(help="0 turns it off")]
+Sink = Annotated[bool, typer.Option("--sink", help="a learnable logit a query head")]
+Dlse = Annotated[bool, typer.Option("--dlse", help="a gradient through the LSE")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="bitwise reproducible")]
+TargetName = Annotated[str, typer.Option(help="gfx942, gfx950, sm_80, sm_90, cpu, ...; default: this machine's best")]
+KernelName = Annotated[str, typer.Option(help="one kernel by name; default: what dispatch chooses")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table")]
+
+
+def _problem(**options: Any) -> Problem:
+    window = tuple(int(x) for x in options["window_size"].split(","))
+    band = Band.from_flags(causal=options["causal"], window_size=window, align=options["align"])
+    shared = {
+        "nheads_q": options["heads"], "nheads_kv": options["kv_heads"] or options["heads"],
+        "head_dim_qk": options["qk"], "head_dim_v": options["v"], "dtype": options["dtype"],
+        "softcap": options["softcap"], "band": band, "deterministic": options["deterministic"],
+        "has_sink": options["sink"], "has_dlse": options["dlse"],
+    }  # fmt: skip
+    if options["seqlens_q"]:
+        given = filter(None, (options["seqlens_q"], options["seqlens_k"]))
+        return Problem.packed(*(tuple(int(x) for x in text.split(",")) for text in given), **shared)
+    seqlen = options["seqlen"]
+    return Problem.dense(options["batch"], seqlen, options["seqlen_k"] or seqlen, layout=options["layout"], **shared)
+
+
+def _target(name: str) -> Any:
+    from .target import TARGETS, detect
+
+    if not name:
+        return detect()
+    if name not in TARGETS:
+        raise ValueError(f"target is {name!r}, wanted one of {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+def _show(renderable: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(renderable) if console.is_terminal else Console(width=160).print(renderable)
+
+
+@app.command()
+def verify(
+    kernel: KernelName = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda[:n]; default: the best there is")] = "",
+    scale: Annotated[int, typer.Option(help="multiplies lengths; default 1 on a CPU, 8 on a GPU")] = 0,
+    only: Annotated[str, typer.Option(help="workloads by name, by comma")] = "",
+    out: Annotated[str, typer.Option(help="also write a JSON record here")] = "",
+) -> None:
+    """Run real workloads and prove every gradient against the fp64 reference; exit 1 when one is red."""
+    import torch
+
+    from .dispatch import select
+    from .instruments.verify import Verified, verify
+    from .instruments.workloads import verify_workloads
+    from .target import detect
+
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    workloads = verify_workloads(scale or (8 if device.type == "cuda" else 1))
+    unknown = set(filter(None, only.split(","))) - {w.name for w in workloads}
+    if unknown:
+        raise ValueError(f"only has {', '.join(sorted(unknown))}, wanted of {', '.join(w.name for w in workloads)}")
+    results = []
+    for workload in workloads:
+        if only and workload.name not in only.split(","):
+            continue
+        chosen = kernel or select(workload.problem, detect(device)).name
+        start = time.perf_counter()
+        parity = verify(workload, device, kernel or None)
+        results.append(Verified(workload.name, workload.about, chosen, tuple(parity), time.perf_counter() - start))
+        typer.echo(results[-1].line())
+    _show(Verified.table(results, device))
+    if out:
+        Path(out).write_text(json.dumps(Verified.record(results, device), indent=1))
+    if not all(r.ok for r in results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    target: TargetName = "", which: Annotated[str, typer.Option("--pass", help="forward or backward")] = "backward",
+    qk: Qk = 128, v: V = 128, heads: Heads = 16, kv_heads: KvHeads = 0, batch: Batch = 1, seqlen: Seqlen = 4096,
+    seqlen_k: SeqlenK = 0, seqlens_q: Lengths = "", seqlens_k: LengthsK = "", dtype: Dtype = "bf16",
+    layout: Layout = "bshd", causal: Causal = True, window_size: WindowSize = "-1,-1", align: Align = "bottom_right",
+    softcap: Softcap = 0.0, sink: Sink = False, dlse: Dlse = False, deterministic: Deterministic = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Say which kernel runs a problem, why the others do not, and what would lift their limits."""
+    problem = _problem(**locals())
+    from .dispatch import explain, get, select
+
+    if which not in ("forward", "backward"):
+        raise ValueError(f"pass is {which!r}, wanted forward or backward")
+    machine = _target(target)
+    verdicts = explain(problem, machine, which)
+    chosen = next((x.kernel for x in verdicts if x.status == "chosen"), None)
+    nbytes = None
+    if chosen and which == "backward":
+        kernel = get(chosen)
+        nbytes = kernel.plan_workspace(problem, kernel.config(problem, machine, which)).nbytes
+    if as_json:
+        kernels = [asdict(x) for x in verdicts]
+        typer.echo(json.dumps({"target": machine.arch, "workspace_nbytes": nbytes, "kernels": kernels}))
+    else:
+        _show(_explain_table(verdicts, f"{which} on {machine.arch}, {problem.dtype} {qk}/{v}", nbytes))
+    if chosen is None:
+        select(problem, machine, which)
+
+
+def _explain_table(verdicts: Any, title: str, nbytes: int | None) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title if nbytes is None else f"{title}; workspace {nbytes:,} bytes", title_justify="left")
+    for column in ("kernel", "verdict", "FLOPs / native", "because", "to lift it"):
+        table.add_column(column, overflow="fold")
+    for x in verdicts:
+        table.add_row(x.kernel, x.status, f"{x.tax:.2f}", "; ".join(x.reasons), "; ".join(x.fixes))
+    return table
+
+
+@app.command()
+def bench(
+    shapes: Annotated[str, typer.Option(help="names by comma, or all; default: all but the deterministic twins")] = "",
+    kernels: Annotated[str, typer.Option(help="names by comma; default: all that are not known to be slow")] = "",
+    passes: Annotated[str, typer.Option(help="of forward, backward, both, by comma")] = "backward",
+    rounds: Annotated[int, typer.Option(help="timed calls of every kernel")] = 15,
+    sustained: Annotated[float, typer.Option(help="seconds back to back as well, power-limited")] = 0.0,
+    jobs: Annotated[int, typer.Option(help="processes that compile first; 0 compiles on the way")] = 0,
+    ladder: Annotated[str, typer.Option(help="a shape on which to time the rungs of triton's ladder")] = "",
+    commit: Annotated[str, typer.Option(help="for a tree without git: hash, or hash+dirty")] = "",
+    out: Annotated[str, typer.Option(help="a folder for record.json, tables and plots")] = "",
+) -> None:
+    """Time kernels and peers in one interleaved loop, each proven right first."""
+    from .instruments import runs
+
+    given = runs.Run(
+        tuple(filter(None, shapes.split(","))), tuple(filter(None, kernels.split(","))), tuple(passes.split(",")),
+        rounds, sustained, jobs, ladder, commit or None, Path(out) if out else None,
+    )  # fmt: skip
+    for renderable in runs.run(given, typer.echo):
+        _show(renderable)
+
+
+@app.command()
+def probe(
+    file: Annotated[str, typer.Argument(help="an assembly file, or module:function of a Triton kernel")] = "",
+    kernel: Annotated[str, typer.Option(help="triton or flydsl, or the kernel's name inside FILE")] = "triton",
+    target: TargetName = "gfx942",
+    which: Annotated[str, typer.Option("--pass", help="forward or backward")] = "backward",
+    signature: Annotated[str, typer.Option(help='of module:function, such as "*bf16,*fp32:16,i32"')] = "",
+    constexprs: Annotated[str, typer.Option(help="of module:function, JSON")] = "{}",
+    qk: Qk = 192, v: V = 128, heads: Heads = 2, kv_heads: KvHeads = 0, batch: Batch = 1, seqlen: Seqlen = 512,
+    seqlen_k: SeqlenK = 0, seqlens_q: Lengths = "", seqlens_k: LengthsK = "", dtype: Dtype = "bf16",
+    layout: Layout = "bshd", causal: Causal = True, window_size: WindowSize = "-1,-1", align: Align = "bottom_right",
+    softcap: Softcap = 0.0, sink: Sink = False, dlse: Dlse = False, deterministic: Deterministic = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Registers, spills, LDS and matrix instructions of a kernel's hot loops, without running it."""
+    problem = _problem(**locals())
+    from .instruments import probe
+
+    if ":" in file:
+        reports = probe.probe_function(file, signature, target, json.loads(constexprs))
+    elif file:
+        reports = [probe.probe_file(file, None if kernel == "triton" else kernel)]
+    elif kernel == "flydsl":
+        reports = probe.probe_flydsl(problem, target)
+    else:
+        reports = probe.probe(problem, target, which)
+    if as_json:
+        typer.echo(json.dumps([json.loads(r.to_json()) for r in reports]))
+    else:
+        _show(probe.table(reports))
+
+
+@app.command()
+def simulate(
+    file: Annotated[str, typer.Argument(help="an assembly file or code object of your own")] = "",
+    args: Annotated[list[str] | None, typer.Argument(help="its arguments: 4096, 0.5, null, f32:64x128:randn")] = None,
+    kernel: Annotated[str, typer.Option(help="triton or flydsl, or the kernel's name inside FILE")] = "triton",
+    target: TargetName = "gfx942",
+    grid: Annotated[str, typer.Option(help="workgroups of FILE, x,y,z")] = "1,1,1",
+    block: Annotated[str, typer.Option(help="work-items of FILE, x,y,z")] = "256,1,1",
+    qk: Qk = 192, v: V = 128, heads: Heads = 2, kv_heads: KvHeads = 0, batch: Batch = 1, seqlen: Seqlen = 64,
+    seqlen_k: SeqlenK = 0, seqlens_q: Lengths = "", seqlens_k: LengthsK = "", dtype: Dtype = "bf16",
+    layout: Layout = "bshd", causal: Causal = True, window_size: WindowSize = "-1,-1", align: Align = "bottom_right",
+    softcap: Softcap = 0.0, sink: Sink = False, dlse: Dlse = False, deterministic: Deterministic = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Run a kernel's AMD machine code on this CPU, with checks no hardware makes; exit 1 on any finding."""
+    problem = _problem(**locals())
+    from .instruments import simulate
+
+    if file:
+        sizes = [tuple(int(x) for x in text.split(",")) for text in (grid, block)]
+        name = None if kernel == "triton" else kernel
+        report, _ = simulate.simulate_file(file, args or [], grid=sizes[0], block=sizes[1], kernel=name)
+        typer.echo(report.to_json()) if as_json else _show(report.table())
+        raise typer.Exit(0 if report.ok else 1)
+    found = simulate.simulate(problem, target, kernel)
+    typer.echo(found.to_json()) if as_json else _show(found.table())
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def main() -> None:
+    """Entry point: a refused input is one line on stderr and exit code 2, not a traceback."""
+    try:
+        app()
+    except (ValueError, NotImplementedError) as error:
+        typer.echo(f"undertow: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
