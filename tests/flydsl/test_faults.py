@@ -7,7 +7,7 @@ import simulated
 import torch
 
 from undertow.kernels import alloc
-from undertow.kernels.flydsl import launch, plan
+from undertow.kernels.flydsl import compiler, launch, plan
 from undertow.kernels.flydsl.geometry import Geometry
 from undertow.layout import View
 from undertow.problem import Band, Problem
@@ -201,3 +201,33 @@ def test_launch_refuses_outputs_it_cannot_write():
     tensors["dq"] = torch.empty(78, 64, 2, dtype=torch.bfloat16).transpose(1, 2)
     with pytest.raises(NotImplementedError, match="dq has strides"):
         launch.backward(problem, plan.config_of(Geometry(64, 64)), tensors, {}, run=lambda step: None)
+
+
+class TestSynchronisation:
+    """Nothing in the loop is there for nothing: without it the simulator names the race."""
+
+    problem = Problem.packed((70,), (140,), nheads_q=1, nheads_kv=1, head_dim_qk=192, head_dim_v=128, band=CAUSAL)
+
+    def without(self, opcode, nth):
+        """Findings of the main kernel with the nth instruction of that opcode taken out."""
+        found = []
+        original = compiler.isa
+
+        def mutant(key):
+            text = original(key)
+            if key[0] != "main_device":
+                return text
+            lines = text.splitlines()
+            at = [n for n, line in enumerate(lines) if line.strip().startswith(opcode)]
+            lines[at[nth]] = "\ts_nop 0"
+            return "\n".join(lines)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiler, "isa", mutant)
+            done = simulated.run(self.problem, tensors=simulated.call(self.problem))
+        found += [f for f in done.findings if f.startswith("build:")]
+        return found
+
+    @pytest.mark.parametrize("nth", range(3))
+    def test_every_barrier_is_needed(self, nth):
+        assert self.without("s_barrier", nth)

@@ -12,8 +12,7 @@ import flydsl.expr as fx  # noqa: TID253
 from flydsl.expr import const_expr, gpu, range_constexpr  # noqa: TID253
 
 from .geometry import TILE, Geometry
-from .main_device import capped
-from .prims_device import FAR, HIGH, LOG2E, View, exp2, greater, lesser, load, rows
+from .prims_device import FAR, HIGH, LOG2E, View, capped, exp2, greater, lesser, load, rows
 from .segments_device import Segments
 from .tiles_device import Tiles
 

@@ -32,8 +32,8 @@ class Geometry:
     dq_groups         parts of the key block that are summed into dQ apart from one another, each by its own waves
     transposed_tiles  whether Q and dO are stored in LDS a second time, transposed, for the dK and dV products
     pipeline          whether the next query tile is fetched, and stored to a second LDS buffer, behind the current one
-    schedule          who orders the score products: the compiler, or hints that interleave LDS reads with MFMA
-    sched_steps       how many (LDS reads, MFMA) groups the hints of schedule="interleave" ask for
+    schedule          who orders the score products: the compiler, or hints and a raised priority ("interleave")
+    sched_steps       how many (LDS reads, MFMA) groups the hints of schedule "interleave" ask for
     kv_major          whether the key tile is the slowest axis of the grid, so that the longest blocks start first
 
     `accumulate` is where dQ is summed: "fp32" or "bf16" atomics into scratch, or "none" where another kernel owns dQ.

@@ -22,26 +22,15 @@ from .prims_device import (
     View,
     atomic_add,
     atomic_add_pair,
+    capped,
     exp2,
     greater,
     lesser,
     load,
-    recip,
     rows,
 )
 from .segments_device import Segments
 from .tiles_device import Tiles
-
-
-def capped(s, scale_log2, cap):
-    """Score times log2(e), softcapped where `cap` is (2 scale log2(e) / softcap, log2(e) softcap); and the cap's slope.
-
-    tanh(x) = 1 - 2 / (exp(2 x) + 1), its derivative 1 - tanh(x)^2.
-    """
-    if cap is None:
-        return s * scale_log2, None
-    tanh = fx.Float32(1.0) - fx.Float32(2.0) * recip(exp2(s * cap[0]) + fx.Float32(1.0))
-    return tanh * cap[1], fx.Float32(1.0) - tanh * tanh
 
 
 def build(geometry: Geometry, features: frozenset[str]):
@@ -107,10 +96,12 @@ def build(geometry: Geometry, features: frozenset[str]):
         return p_all, ds_all
 
     def add_dq(src, lds, keys, at, i0):
-        """# 7 dQ += dS K, without the scale: dS [M, N] out of LDS, K^T resident, fp32 or paired bf16 atomics."""
-        ptr, stride = src.dq
-        count = lesser(src.seqlen_q - i0, fx.Int32(BM))
-        rsrc = rows(ptr + fx.Int64(i0) * stride, stride, count, G.qk_head_dim, 4)
+        """# 7 dQ += dS K, without the scale: dS [M, N] out of LDS, K^T resident, fp32 or paired bf16 atomics.
+
+        Accumulator rows lie qk_head_dim apart, as the plan has them: a constant that the offset field takes.
+        """
+        count, pitch = lesser(src.seqlen_q - i0, fx.Int32(BM)), fx.Int64(G.qk_head_dim)
+        rsrc = rows(src.dq + fx.Int64(i0) * pitch, pitch, count, G.qk_head_dim, 4)
         sums = []
         for dt in range(DT):
             acc = X.zero()
@@ -124,19 +115,20 @@ def build(geometry: Geometry, features: frozenset[str]):
             for r in range(4):
                 if G.accumulate == "bf16":
                     # A pointer has no bounds: rows behind the last hold exact zeros, added to the last row.
-                    inside = fx.Int64(lesser(i0 + row4 + r, src.seqlen_q - 1)) * stride
+                    inside = fx.Int64(lesser(i0 + row4 + r, src.seqlen_q - 1)) * pitch
                     pair = X.small([sums[dt][r], sums[dt + 1][r]])
-                    atomic_add_pair(pair, ptr + (inside + fx.Int64(dq_column(at, dt))))
+                    atomic_add_pair(pair, src.dq + (inside + fx.Int64(dq_column(at, dt))))
                 else:
-                    offset = (row4 * fx.Int32(stride) + dq_column(at, dt)) * 4
-                    atomic_add(sums[dt][r], rsrc, offset, fx.Int32(stride) * (4 * r))
+                    offset = row4 * (4 * G.qk_head_dim) + dq_column(at, dt) * 4
+                    atomic_add(sums[dt][r], rsrc, offset + 4 * r * G.qk_head_dim)
 
     def hints():
-        """Ask for sched_steps groups of LDS reads followed by MFMA in the score products."""
+        """Ask for sched_steps groups of LDS reads followed by MFMA in the score products, at a raised priority."""
         reads = G.q_tiles * KT * (G.qk_head_dim + G.v_head_dim) // G.mfma_k
         for _ in range(G.sched_steps):
             rocdl.sched_group_barrier(rocdl.mask_dsrd, max(1, reads // G.sched_steps), 0)
             rocdl.sched_group_barrier(rocdl.mask_mfma, max(1, reads // G.sched_steps), 0)
+        rocdl.s_setprio(0)
 
     @flyc.kernel(known_block_size=[G.threads, 1, 1], name=f"undertow_bwd_{G.qk_head_dim}_{G.v_head_dim}")
     def bwd_kernel(
@@ -187,7 +179,7 @@ def build(geometry: Geometry, features: frozenset[str]):
                 tensors = ((q.at(b, h, q0), q.s), (dout.at(b, h, q0), dout.s))
                 stats = (lse.at(b, h, q0), delta.at(b, h, q0))
                 # The bf16 accumulator counts rows from the segment's start, the packed one from the tensor's.
-                src.dq = (dq_acc.at(b, h, fx.Int32(0) if G.accumulate == "bf16" else q0), dq_acc.s)
+                src.dq = dq_acc.at(b, h, fx.Int32(0) if G.accumulate == "bf16" else q0)
                 copy = fx.Int32(0)
                 if const_expr(G.pipeline):
                     X.keep(X.fetch(tensors, stats, first, seqlen_q, at), lds, copy, at)
@@ -199,6 +191,8 @@ def build(geometry: Geometry, features: frozenset[str]):
                         gpu.barrier()
                         X.keep(tile, lds, copy, at)
                         gpu.barrier()
+                    if const_expr(G.schedule == "interleave"):
+                        rocdl.s_setprio(1)
                     p, ds = scores(src, lds, copy, keys, at, i0)
                     if const_expr(G.schedule == "interleave"):
                         hints()

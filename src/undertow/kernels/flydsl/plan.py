@@ -17,7 +17,7 @@ DQ_GROUPS = (1, 2, 4)
 REGISTERS = {8: 256, 4: 512}
 """Registers of a lane by waves of a workgroup; beyond 256 the rest are accumulator registers."""
 TEMPORARIES = 72
-"""What the loop needs beside resident registers: 192/128 holds 180 and compiles to 252; 256/64 at 32x128 holds 196
+"""What the loop needs beside resident registers: 192/128 holds 180 and compiles to 256; 256/64 at 32x128 holds 196
 and spills."""
 KNOBS = tuple(f.name for f in fields(Geometry))
 

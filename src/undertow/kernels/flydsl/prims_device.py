@@ -99,9 +99,12 @@ def store(value, rsrc, offset):
     rocdl.raw_ptr_buffer_store(value.ir_value(), rsrc, offset.ir_value(), fx.Int32(0).ir_value())
 
 
-def atomic_add(value, rsrc, offset, uniform_offset):
-    """fp32 += at a byte offset, part of it scalar, no return; dropped outside the descriptor."""
-    rocdl.raw_ptr_buffer_atomic_fadd(value, rsrc, offset, uniform_offset, 0)
+def atomic_add(value, rsrc, offset):
+    """fp32 += at a byte offset, no return; dropped outside the descriptor.
+
+    The whole offset is a vector operand: the bound is checked against num_records less the scalar offset, which wraps.
+    """
+    rocdl.raw_ptr_buffer_atomic_fadd(value, rsrc, offset, 0, 0)
 
 
 def atomic_add_pair(pair, ptr):
@@ -120,6 +123,17 @@ def exp2(x):
 def recip(x):
     """1/x: one v_rcp_f32, 1 ulp."""
     return fx.Float32(rocdl.rcp(T.f32, x.ir_value()))
+
+
+def capped(s, scale_log2, cap):
+    """Score times log2(e), softcapped where `cap` is (2 scale log2(e) / softcap, log2(e) softcap); and the cap's slope.
+
+    tanh(x) = 1 - 2 / (exp(2 x) + 1), its derivative 1 - tanh(x)^2.
+    """
+    if cap is None:
+        return s * scale_log2, None
+    tanh = fx.Float32(1.0) - fx.Float32(2.0) * recip(exp2(s * cap[0]) + fx.Float32(1.0))
+    return tanh * cap[1], fx.Float32(1.0) - tanh * tanh
 
 
 def mfma(a, b, c, dtype, k):

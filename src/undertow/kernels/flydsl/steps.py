@@ -126,6 +126,9 @@ class _Call:
 
     def main(self) -> Step:
         p, g = self.p, self.geometry
+        if "dq_acc" in self.plan and self.plan["dq_acc"].stride("s") != p.head_dim_qk:
+            pitch = self.plan["dq_acc"].stride("s")
+            raise ValueError(f"dq_acc has rows {pitch} elements apart, the kernel adds at head_dim_qk={p.head_dim_qk}")
         features = self.features | ({"softcap"} if p.softcap else frozenset())
         cap = (2 * LOG2E * p.scale / p.softcap, LOG2E * p.softcap) if p.softcap else (0.0, 0.0)
         args = (
