@@ -1,8 +1,11 @@
 """Code objects: the ELF reader, the decoder against LLVM's own text of the same kernels, and a run from the file."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
+from bench import Bench
 from kernels import add_kernel, layernorm_kernel, matmul_kernel, softmax_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -195,3 +198,35 @@ def test_a_runaway_program_is_stopped():
 def test_text_that_is_not_understood_names_its_line(line):
     with pytest.raises(asm.AsmError, match="line 2: "):
         asm.parse(f"s_nop 0\n{line}\n")
+
+
+OBJDUMP = """
+add.hsaco:	file format elf64-amdgpu
+
+Disassembly of section .text:
+
+0000000000001900 <k>:
+	s_mov_b32 s0, 3                                            // 000000001900: BE800083
+	s_nop 0                                                    // 000000001904: BF800000
+	s_sub_i32 s0, s0, 1                                        // 000000001908: 81808100
+	s_cmp_lg_u32 s0, 0                                         // 00000000190C: BF078000
+	s_cbranch_scc1 65532                                       // 000000001910: BF85FFFC <k+0x4>
+	s_cbranch_scc0 1                                           // 000000001914: BF840001 <k+0x1c>
+	v_frobnicate_b32 v0, v1                                    // 000000001918: 00000000
+	s_endpgm                                                   // 00000000191C: BF810000
+"""
+
+
+def test_objdump_text_has_branches_by_distance():
+    module = asm.parse(OBJDUMP)
+    assert module.labels["k"] == 0 and [x.target for x in module.instructions if x.target is not None] == [1, 7]
+    state = Bench().run(OBJDUMP)
+    assert int(state.s[0, 0]) == 0
+
+
+def test_without_any_disassembler_both_are_named(monkeypatch):
+    good = compiled(add_kernel, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}, "gfx942")
+    monkeypatch.setitem(sys.modules, "tinygrad.renderer.amd", None)
+    monkeypatch.setattr(disassemble.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"(?s)undertow\[simulator\].*llvm-objdump 19"):
+        disassemble.load(good["hsaco"])

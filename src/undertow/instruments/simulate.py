@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from .verify import Parity, compare
 DEFAULT = Options()
 FP32 = ("lse", "dlse", "delta", "dsink")
 GRADIENTS = ("dq", "dk", "dv")
+OUTPUTS = {"forward": ("out", "lse"), "dkdv": ("dk", "dv"), "dq": ("dq",), "round_dq": ("dq",), "delta": ("delta",)}
 Tensors = dict[str, "torch.Tensor | None"]
 Reports = list[tuple[str, Report]]
 BUFFER_TYPES = {
@@ -179,11 +180,14 @@ def _with_outputs(problem: Problem, tensors: Tensors, names: Sequence[str]) -> T
 
 
 def _run(launches: Iterable, arch: str, options: Options) -> Reports:
-    return [
-        (x.stage, simulator.triton(x.kernel, (x.programs,), x.args, arch, options=options, **x.meta))
-        for x in launches
-        if x.programs
-    ]
+    """Every launch under the simulator; each must write its outputs whole."""
+    reports = []
+    for x in launches:
+        if x.programs:
+            outputs = tuple(f"{name}.ptr" for name in OUTPUTS.get(x.stage, ()))
+            strict = replace(options, outputs=(*options.outputs, *outputs))
+            reports.append((x.stage, simulator.triton(x.kernel, (x.programs,), x.args, arch, options=strict, **x.meta)))
+    return reports
 
 
 # ---------------------------------------------------------------------- foreign kernels with raw buffers
