@@ -6,7 +6,18 @@ from ...problem import Problem
 from ...target import Target
 from ...workspace import Buffer, WorkspacePlan, delta_buffer, dq_acc_buffer, dsink_rows_buffer
 from ..spec import Config, Kernel, Limit, Tensors
-from .configs import LADDER, SMALLEST, STAGES, executed_dims, feasible, fused, programs, shared_bytes, stage_config
+from .configs import (
+    LADDER,
+    SMALLEST,
+    STAGES,
+    entries,
+    executed_dims,
+    feasible,
+    fused,
+    programs,
+    shared_bytes,
+    stage_config,
+)
 
 ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "cpu"})
 
@@ -44,6 +55,11 @@ def plan_workspace(problem: Problem, config: Config) -> WorkspacePlan:
     buffers = [delta_buffer(problem, written_by="delta", read_by="dkdv, dq")]
     if config.switch("fused"):
         buffers.append(dq_acc_buffer(problem, zeroed=True, written_by="dkdv", read_by="round_dq"))
+    for name, side in OWNS:
+        count = entries(problem, config.switch(name), side)
+        if count and (side == "k" or not config.switch("fused")):
+            users = {"written_by": "list_tiles", "read_by": name}
+            buffers.append(Buffer(f"tiles_{side}", "ct", (2, count), "i32", zeroed=False, **users))
     if problem.has_sink:
         buffers.append(dsink_rows_buffer(problem, written_by="delta", read_by="sum"))
     counts = [programs(problem, s, side) for name, side in OWNS if (s := config.switch(name)).switch("tma")]

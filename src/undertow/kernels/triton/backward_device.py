@@ -21,6 +21,7 @@ from .chunks_device import (
     scaled,
     segment,
     store_tile,
+    tiles_of,
     visible,
     zero_gap,
     zero_tile,
@@ -94,12 +95,15 @@ def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, windo
 
     lse is natural log with the scale folded in; delta is rowsum(dout * out) - dlse.
 
-    Grid: cdiv(max_seqlen_k, BLOCK_N) * nheads_kv * batch. Writes every row of dk and dv once, rows of gaps as 0; adds
+    Grid: see Blocks, key tiles * nheads_kv * batch. Writes every row of dk and dv once, rows of gaps as 0; adds
     to dq_acc (fp32, zero before; without the scale), if not None.
     """
     n_block, h_kv, b, n_blocks = locate(blocks)
+    if b < 0:
+        return
     start_q, seqlen_q, _ = segment(seqs_q, b, blocks.batch)
     start_k, seqlen_k, room_k = segment(seqs_k, b, blocks.batch)
+    n_blocks = tiles_of(blocks, n_blocks, seqlen_k, BLOCK_N)
     j0 = n_block * BLOCK_N
     step = n_blocks * BLOCK_N
     zero_gap(dk, b, h_kv, start_k, seqlen_k + j0, step, room_k, BLOCK_N, HEAD_DIM_QK, QK_LO, QK_HI)
@@ -167,10 +171,13 @@ def dq_kernel(q, k, v, dout, lse, delta, dq, seqs_q, seqs_k, window, scale, soft
               TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dq of one query tile, owned by this program: no accumulator in memory, bitwise reproducible.
 
-    Grid: cdiv(max_seqlen_q, BLOCK_M) * nheads_q * batch. Writes every row of dq once, rows of gaps as 0.
+    Grid: see Blocks, query tiles * nheads_q * batch. Writes every row of dq once, rows of gaps as 0.
     """
     m_block, h, b, m_blocks = locate(blocks)
+    if b < 0:
+        return
     start_q, seqlen_q, room_q = segment(seqs_q, b, blocks.batch)
+    m_blocks = tiles_of(blocks, m_blocks, seqlen_q, BLOCK_M)
     start_k, seqlen_k, _ = segment(seqs_k, b, blocks.batch)
     first = seqlen_q + m_block * BLOCK_M
     zero_gap(dq, b, h, start_q, first, m_blocks * BLOCK_M, room_q, BLOCK_M, HEAD_DIM_QK, QK_LO, QK_HI)

@@ -33,25 +33,42 @@ class Blocks(NamedTuple):
     """What a one-dimensional grid is made of: `columns` of the nheads * batch run together, their tiles in order.
 
     The tile index varies slowest inside a group of columns, so that the longest tiles start first and the columns in
-    flight share the cache.
+    flight share the cache. `tiles`, int32 [2, entries], lists the real tiles of a packed batch (segment, tile); a
+    column is then a head, and the grid has `entries` tiles a column instead of the longest segment's.
     """
 
     nheads: Any
     batch: Any
     columns: Any
+    tiles: Any
 
 
 @triton.jit
 def locate(blocks):
-    """(tile, head, batch, tiles a segment) of this program."""
-    total = blocks.nheads * blocks.batch
+    """(tile, head, batch, tiles a segment) of this program; batch is -1 where a list has no more tiles."""
+    total = blocks.nheads
+    if blocks.tiles is None:
+        total = blocks.nheads * blocks.batch
     tiles = tl.num_programs(0) // total
     pid = tl.program_id(0)
     first = pid // (tiles * blocks.columns) * blocks.columns
     columns = tl.minimum(blocks.columns, total - first)
     rest = pid - first * tiles
     column = first + rest % columns
-    return rest // columns, column % blocks.nheads, column // blocks.nheads, tiles
+    if blocks.tiles is None:
+        return rest // columns, column % blocks.nheads, column // blocks.nheads, tiles
+    else:
+        entry = rest // columns
+        return tl.load(blocks.tiles + tiles + entry), column, tl.load(blocks.tiles + entry), tiles
+
+
+@triton.jit
+def tiles_of(blocks, tiles, length, ROWS: tl.constexpr):
+    """Tiles of a segment that have a program: as many as the longest has, or its own where tiles are listed."""
+    if blocks.tiles is None:
+        return tiles
+    else:
+        return tl.maximum(tl.cdiv(length, ROWS), 1)
 
 
 @triton.jit

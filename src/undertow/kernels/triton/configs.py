@@ -9,6 +9,7 @@ from ...problem import DTYPES, Problem
 from ...target import Target
 from ..spec import Config
 
+MAX_LISTED = 4096
 STAGES = ("forward", "dkdv", "dq")
 HAS_TMA = ("sm_90", "sm_100", "sm_103")
 
@@ -53,6 +54,17 @@ TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
 SMALLEST = Config(16, 16, 4, 1)
 
 
+def entries(problem: Problem, stage: Config, owner: str) -> int:
+    """Entries of the list of real query ("q") or key ("k") tiles: a bound that needs no lengths. 0 lists none.
+
+    A dense batch has no dead tiles to skip, nor has one segment; the list's cost grows with the square of the segments.
+    """
+    if not problem.is_packed or not 1 < problem.batch <= MAX_LISTED:
+        return 0
+    rows, block = (problem.total_q, stage.block_m) if owner == "q" else (problem.total_k, stage.block_n)
+    return rows // block + problem.batch
+
+
 def programs(problem: Problem, stage: Config, owner: str) -> int:
     """Programs of a kernel that owns query tiles ("q") or key tiles ("k"), at least one a segment to zero gaps."""
     rows, block, heads = (
@@ -60,7 +72,7 @@ def programs(problem: Problem, stage: Config, owner: str) -> int:
         if owner == "q"
         else (problem.max_seqlen_k, stage.block_n, problem.nheads_kv)
     )
-    return max(1, -(-rows // block)) * heads * problem.batch
+    return (entries(problem, stage, owner) or max(1, -(-rows // block)) * problem.batch) * heads
 
 
 def executed_dims(problem: Problem) -> tuple[int, int]:

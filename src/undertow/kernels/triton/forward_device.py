@@ -19,6 +19,7 @@ from .chunks_device import (
     scaled,
     segment,
     store_tile,
+    tiles_of,
     visible,
     zero_gap,
     zero_tile,
@@ -60,11 +61,14 @@ def forward_kernel(q, k, v, sink, out, lse, seqs_q, seqs_k, window, scale, softc
                    TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """out = softmax(s) v and lse = log sum exp(s), the sink's logit counted in the sum.
 
-    Grid: cdiv(max_seqlen_q, BLOCK_M) * nheads_q * batch. Writes every row of out and lse: a row that sees no key has
+    Grid: see Blocks, query tiles * nheads_q * batch. Writes every row of out and lse: a row that sees no key has
     out 0 and lse -inf (or the sink), as has a row of a gap (out 0, lse -inf).
     """
     m_block, h, b, m_blocks = locate(blocks)
+    if b < 0:
+        return
     start_q, seqlen_q, room_q = segment(seqs_q, b, blocks.batch)
+    m_blocks = tiles_of(blocks, m_blocks, seqlen_q, BLOCK_M)
     start_k, seqlen_k, _ = segment(seqs_k, b, blocks.batch)
     step, r = m_blocks * BLOCK_M, tl.arange(0, BLOCK_M)
     zero_gap(out, b, h, start_q, seqlen_q + m_block * BLOCK_M, step, room_q, BLOCK_M, HEAD_DIM_V, V_LO, V_HI)

@@ -21,9 +21,9 @@ from .. import alloc
 from ..spec import Config, Tensors
 from .backward_device import dkdv_kernel, dq_kernel
 from .chunks_device import Blocks, Seqs, Window
-from .configs import programs
+from .configs import entries, programs
 from .forward_device import forward_kernel
-from .preprocess_device import delta_kernel, round_dq_kernel
+from .preprocess_device import delta_kernel, list_tiles_kernel, round_dq_kernel
 
 if settings().triton_interpret:
     from . import interpreter
@@ -31,6 +31,7 @@ if settings().triton_interpret:
     interpreter.install()
 
 ROWS = Config(block_m=64)
+LIST_CHUNK = 64
 
 
 class Launch(NamedTuple):
@@ -58,7 +59,11 @@ def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensor
 def forward_launches(problem: Problem, config: Config, tensors: Tensors) -> Iterator[Launch]:
     """The forward kernel."""
     stage = config.switch("forward")
-    count, blocks = _grid(problem, stage, "q")
+    tiles = None
+    if length := entries(problem, stage, "q"):
+        tiles = alloc.output((2, length), torch.int32, tensors["q"].device)
+        yield _list_tiles(problem, tensors, stage, "q", tiles)
+    count, blocks = _grid(problem, stage, "q", tiles)
     args = (*_views(problem, tensors, "q k v"), tensors["sink"], *_views(problem, tensors, "out lse"))
     args = (*args, *_math(problem, tensors), blocks)
     yield Launch("forward", forward_kernel, count, args, _meta(problem, stage, tensors))
@@ -69,22 +74,27 @@ def backward_launches(problem: Problem, config: Config, tensors: Tensors, scratc
     yield _delta(problem, tensors, scratch)
     inputs = (*_views(problem, tensors, "q k v dout lse"), view(scratch["delta"], lse_axes(problem)))
     dq_acc = view(scratch["dq_acc"], "hsd" if problem.is_packed else "hbsd") if "dq_acc" in scratch else None
-    stage = config.switch("dkdv")
-    count, blocks = _grid(problem, stage, "k")
+    stage, tiles = config.switch("dkdv"), scratch.get("tiles_k")
+    if tiles is not None:
+        yield _list_tiles(problem, tensors, stage, "k", tiles)
+    count, blocks = _grid(problem, stage, "k", tiles)
     args = (*inputs, dq_acc, *_views(problem, tensors, "dk dv"), *_math(problem, tensors), blocks)
     yield Launch("dkdv", dkdv_kernel, count, args, _meta(problem, stage, tensors))
     if dq_acc is not None:
         yield _round_dq(problem, tensors, dq_acc)
         return
-    stage = config.switch("dq")
-    count, blocks = _grid(problem, stage, "q")
+    stage, tiles = config.switch("dq"), scratch.get("tiles_q")
+    if tiles is not None:
+        yield _list_tiles(problem, tensors, stage, "q", tiles)
+    count, blocks = _grid(problem, stage, "q", tiles)
     args = (*inputs, *_views(problem, tensors, "dq"), *_math(problem, tensors), blocks)
     yield Launch("dq", dq_kernel, count, args, _meta(problem, stage, tensors))
 
 
 def _delta(problem: Problem, tensors: Tensors, scratch: Tensors) -> Launch:
     rows = scratch.get("dsink_rows")
-    count, blocks = _grid(problem, ROWS, "q")
+    tiles = max(1, -(-problem.max_seqlen_q // ROWS.block_m))
+    count, blocks = tiles * problem.nheads_q * problem.batch, _all_columns(problem.nheads_q, problem.batch)
     lo, hi = split_dim(problem.head_dim_v)
     args = (
         *_views(problem, tensors, "out dout lse dlse delta"), tensors["sink"],
@@ -99,7 +109,7 @@ def _delta(problem: Problem, tensors: Tensors, scratch: Tensors) -> Launch:
 def _round_dq(problem: Problem, tensors: Tensors, dq_acc: View) -> Launch:
     rows, batch = (problem.total_q, 1) if problem.is_packed else (problem.max_seqlen_q, problem.batch)
     count = max(1, -(-rows // ROWS.block_m)) * problem.nheads_q * batch
-    blocks = Blocks(problem.nheads_q, batch, max(1, problem.nheads_q * batch))
+    blocks = _all_columns(problem.nheads_q, batch)
     lo, hi = split_dim(problem.head_dim_qk)
     meta = {"BLOCK_M": ROWS.block_m, "HEAD_DIM_QK": problem.head_dim_qk, "QK_LO": lo, "QK_HI": hi}
     args = (dq_acc, *_views(problem, tensors, "dq"), rows, problem.scale, blocks)
@@ -127,11 +137,22 @@ def _math(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
     return *_mask(problem, tensors), problem.scale, problem.softcap or None
 
 
-def _grid(problem: Problem, stage: Config, owner: str) -> tuple[int, Blocks]:
+def _list_tiles(problem: Problem, tensors: Tensors, stage: Config, owner: str, tiles: torch.Tensor) -> Launch:
+    seqs = _mask(problem, tensors)[owner == "k"]
+    rows = stage.block_m if owner == "q" else stage.block_n
+    args = (seqs, tiles, tiles.shape[1], problem.batch)
+    return Launch("list_tiles", list_tiles_kernel, problem.batch, args, {"ROWS": rows, "CHUNK": LIST_CHUNK})
+
+
+def _grid(problem: Problem, stage: Config, owner: str, tiles: torch.Tensor | None) -> tuple[int, Blocks]:
     """A one-dimensional grid (y and z end at 65535); `columns` heads run together (see Blocks), 0 is all of them."""
     heads = problem.nheads_q if owner == "q" else problem.nheads_kv
     columns = stage.switch("columns", 0) or max(1, heads * problem.batch)
-    return programs(problem, stage, owner), Blocks(heads, problem.batch, columns)
+    return programs(problem, stage, owner), Blocks(heads, problem.batch, columns, tiles)
+
+
+def _all_columns(nheads: int, batch: int) -> Blocks:
+    return Blocks(nheads, batch, max(1, nheads * batch), None)
 
 
 def _top_left(problem: Problem) -> bool:

@@ -18,6 +18,46 @@ from .chunks_device import (
 
 
 @triton.jit
+def tile_counts(seqs, b, batch, ROWS: tl.constexpr):
+    """Tiles of segments b, a vector: at least one each, so that gaps are zeroed; 0 from `batch` on."""
+    live = b < batch
+    stop = tl.load(seqs.cu_seqlens + b + 1, mask=live, other=0)  # [S]
+    length = stop - tl.load(seqs.cu_seqlens + b, mask=live, other=0)  # [S]
+    if seqs.seqused is not None:
+        length = tl.load(seqs.seqused + b, mask=live, other=0)  # [S]
+    return tl.where(live, tl.maximum(tl.cdiv(length, ROWS), 1), 0)
+
+
+@triton.jit
+def list_tiles_kernel(seqs, tiles, entries, batch, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """List the real tiles of packed segments, tile 0 of every segment first, then tile 1, ...: longest work first.
+
+    The place of (segment b, tile t) is sum over segments s of min(count_s, t) + [s < b and count_s > t].
+
+    Grid: batch. Writes tiles (int32 [2, entries]): segment and tile, segment -1 behind the last; entries is at least
+    the sum of the counts and at most `batch` more.
+    """
+    b = tl.program_id(0)
+    mine = tl.sum(tile_counts(seqs, b + tl.arange(0, CHUNK), tl.minimum(b + 1, batch), ROWS), 0)
+    for t0 in range(0, mine, CHUNK):
+        t = t0 + tl.arange(0, CHUNK)  # [T]
+        place = tl.zeros([CHUNK], tl.int32)
+        for s0 in range(0, batch, CHUNK):
+            s = s0 + tl.arange(0, CHUNK)  # [S]
+            counts = tile_counts(seqs, s, batch, ROWS)
+            before = tl.minimum(counts[None, :], t[:, None])
+            before += ((s < b)[None, :] & (counts[None, :] > t[:, None])).to(tl.int32)
+            place += tl.sum(before, 1)
+        tl.store(tiles + place, b, mask=t < mine)
+        tl.store(tiles + entries + place, t, mask=t < mine)
+    total = b * 0
+    for s0 in range(0, batch, CHUNK):
+        total += tl.sum(tile_counts(seqs, s0 + tl.arange(0, CHUNK), batch, ROWS), 0)
+    if total + b < entries:
+        tl.store(tiles + total + b, -1)
+
+
+@triton.jit
 def delta_kernel(out, dout, lse, dlse, given, sink, delta, dsink_rows, seqs_q, seqs_k, window, blocks,
                  BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
                  TOP_LEFT: tl.constexpr):  # fmt: skip
