@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from undertow.instruments import probe as module
-from undertow.instruments.probe import probe, probe_file, probe_function, probe_sass, probe_text, table
+from undertow.instruments.probe import probe, probe_file, probe_flydsl, probe_function, probe_sass, probe_text, table
 from undertow.problem import Band, Problem
 from undertow.simulator import AsmError
 from undertow.simulator.static import natural_loops
@@ -174,6 +174,25 @@ def test_golden_rows(name, arch):
 @pytest.mark.parametrize("name, arch", [case for case in CASES if case not in QUICK])
 def test_every_golden_row(name, arch):
     check(name, arch)
+
+
+def test_flydsl_192_128_is_the_published_loop():
+    """104 MFMA a wave and q tile, two barriers, nothing spilled inside the loop, 256 registers at 512 threads."""
+    pytest.importorskip("flydsl")
+    reports = {r.stage: r for r in probe_flydsl(problem("192/128"), "gfx942")}
+    row = reports["main"].row()
+    want = {
+        "mfma": 104,
+        "barriers_in_hot_loop": 2,
+        "accvgpr_in_loops": 0,
+        "spill_in_loops": 0,
+        "vgpr": 256,
+        "agpr": 0,
+        "cas_loops": 0,
+    }
+    assert {k: row[k] for k in want} == want and set(reports) == {"preprocess", "main", "convert"}
+    with pytest.raises(NotImplementedError, match="head_dim_qk=40"):
+        probe_flydsl(Problem.dense(1, 64, 64, nheads_q=1, nheads_kv=1, head_dim_qk=40, head_dim_v=40), "gfx942")
 
 
 FOREIGN = """

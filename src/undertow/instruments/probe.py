@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,53 @@ def probe(problem: Problem, arch: str, which: str = "backward") -> list[IsaRepor
     return [_report(item, arch) for item in compile_in_subprocess(spec)]
 
 
+def probe_flydsl(problem: Problem, arch: str) -> list[IsaReport]:
+    """Compile our FlyDSL kernels of a problem for gfx942 or gfx950 and inspect every launch of the backward.
+
+    Raises NotImplementedError with the failing limits when the kernels cannot run the problem on that target.
+    """
+    from importlib.metadata import version
+
+    import torch
+
+    from ..kernels import alloc
+    from ..kernels import flydsl as family
+    from ..kernels.flydsl import compiler, steps
+    from ..layout import shapes
+    from ..target import TARGETS
+
+    target = TARGETS[arch]
+    reasons = family.KERNEL.unsupported(problem, target)
+    if reasons:
+        raise NotImplementedError("; ".join(reasons))
+    meta = torch.device("meta")
+    tensors = {
+        n: alloc.output(shape, torch.float32, meta) for n, shape in shapes(problem).items() if _given(problem, n)
+    }
+    config = family.config(problem, target, "backward")
+    scratch = alloc.scratch(family.plan_workspace(problem, config), meta)
+    planned = steps.backward_steps(problem, config, tensors, scratch)
+    texts = compiler.isa_many([step.key for step in planned])
+    versions = {"flydsl": version("flydsl")}
+    return [
+        replace(probe_text(text, stage=step.stage), versions=versions)
+        for step, text in zip(planned, texts, strict=True)
+    ]
+
+
+def _given(problem: Problem, name: str) -> bool:
+    """Whether a call of this problem has the tensor: optional ones by flag, lengths when packed, no seqused."""
+    optional = {
+        "dlse": problem.has_dlse,
+        "delta": problem.has_delta,
+        "sink": problem.has_sink,
+        "dsink": problem.has_sink,
+    }
+    if name.startswith("cu_seqlens"):
+        return problem.is_packed
+    return optional.get(name, not name.startswith("seqused"))
+
+
 def probe_function(name: str, signature: str, arch: str, constexprs: dict[str, Any] | None = None) -> list[IsaReport]:
     """Compile someone's Triton kernel `module:function` and inspect it.
 
@@ -268,7 +315,7 @@ def _report(item: dict[str, Any], arch: str) -> IsaReport:
             target=arch,
             shared=item["shared"],
         )
-    return IsaReport(**{f.name: getattr(report, f.name) for f in fields(report)} | {"versions": versions})
+    return replace(report, versions=versions)
 
 
 # ---------------------------------------------------------------------- the subprocess
