@@ -4,28 +4,17 @@
 """
 
 import json
-import re
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+from undertow.instruments import probe
 from undertow.kernels.flydsl import compiler
 from undertow.kernels.flydsl.geometry import Geometry
+from undertow.simulator import asm
 
 GOLDEN = Path(__file__).parent / "golden.json"
 PACKED = frozenset({"packed"})
-COUNTERS = ("vgpr_count", "agpr_count", "sgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
-LOOP = {
-    "mfma": "v_mfma",
-    "accvgpr": "v_accvgpr",
-    "scratch": "scratch_",
-    "barriers": "s_barrier",
-    "atomics": ("buffer_atomic", "global_atomic"),
-    "lds_reads": "ds_read",
-    "lds_writes": "ds_write",
-    "global_loads": ("buffer_load", "global_load"),
-}
-
 BUILDS = {
     "192/128 default": {},
     "192/128 plain": {"transposed_tiles": True, "pipeline": False, "kv_major": False},
@@ -65,46 +54,25 @@ def text_of(name):
 
 
 def facts(text):
-    """Counters of the metadata and static opcode counts, of everything and of the innermost loop with every MFMA."""
-    found = {name: int(re.search(rf"\.{name}:\s+(\d+)", text).group(1)) for name in COUNTERS}
-    found["lds"] = int(re.search(r"\.group_segment_fixed_size:\s+(\d+)", text).group(1))
-    code, labels = instructions(text)
-    loop = hot_loop(code, labels)
-    found["loop"] = {name: count(loop, prefix) for name, prefix in LOOP.items()} | {"all": len(loop)}
-    found["total_scratch"] = count(code, "scratch_")
-    found["compare_and_swap"] = sum("cmpswap" in line for line in code)
-    return found
+    """What `undertow probe` says of it, the hot loop's opcodes by group, and what stands outside."""
+    report = probe.probe_text(text)
+    row = report.row()
+    hot = report.hot.counts
+    found = {name: row[name] for name in ("vgpr", "agpr", "lds_bytes", "scratch_bytes", "spills", "cas_loops")}
+    groups = ("mfma", "accvgpr", "spill", "lds", "vmem", "atomic", "barrier")
+    found["loop"] = {name: hot.get(name, 0) for name in groups}
+    return found | {"loop_instructions": sum(hot.values()), "all_spill": report.counts.get("spill", 0)}
 
 
-def instructions(text):
-    body = re.search(r"^undertow\w+:.*?\n(.*?)^\.Lfunc_end", text, re.MULTILINE | re.DOTALL).group(1)
-    code, labels = [], {}
-    for raw in body.splitlines():
-        line = raw.split(";")[0].strip()
-        if line.endswith(":"):
-            labels[line[:-1]] = len(code)
-        elif line and not line.startswith("."):
-            code.append(line)
-    return code, labels
-
-
-def hot_loop(code, labels):
-    """The shortest backward branch's span that holds the most MFMA."""
-    spans = []
-    for at, line in enumerate(code):
-        branch = re.match(r"s_c?branch\w*\s+(\S+)", line)
-        if branch and labels.get(branch.group(1), len(code)) <= at:
-            spans.append(code[labels[branch.group(1)] : at + 1])
-    most = max(count(span, "v_mfma") for span in spans)
-    return min((span for span in spans if count(span, "v_mfma") == most), key=len)
-
-
-def count(code, prefix):
-    return sum(line.startswith(prefix) for line in code)
+def hot_opcodes(text):
+    """Opcodes of the hot loop."""
+    hot = probe.probe_text(text).hot
+    inside = (x for x in asm.parse(text).instructions if hot.first_line <= x.line <= hot.last_line)
+    return Counter(x.opcode for x in inside)
 
 
 def histogram(text):
-    return Counter(line.split()[0] for line in instructions(text)[0])
+    return Counter(x.opcode for x in asm.parse(text).instructions)
 
 
 def all_facts():

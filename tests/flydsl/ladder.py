@@ -58,10 +58,10 @@ FAMILIES = {
 def static(name):
     """The columns that need no execution."""
     facts = isa_facts.facts(isa_facts.text_of(name))
-    arch, loop = facts["vgpr_count"] - facts["agpr_count"], facts["loop"]
-    registers = f"{arch} + {facts['agpr_count']}"
-    moves = f"{loop['scratch']}, {loop['accvgpr']}"
-    return [registers, facts["private_segment_fixed_size"], moves, f"{facts['lds']:,}", loop["all"], loop["mfma"]]
+    loop = facts["loop"]
+    registers, moves = f"{facts['vgpr']} + {facts['agpr']}", f"{loop['spill']}, {loop['accvgpr']}"
+    lds, size = f"{facts['lds_bytes']:,}", facts["loop_instructions"]
+    return [registers, facts["scratch_bytes"], moves, lds, size, loop["mfma"]]
 
 
 def tiles(name):

@@ -29,33 +29,33 @@ def test_golden_tables_hold(built):
 @pytest.mark.parametrize(("name", "mfma"), [("192/128 default", 104), ("gfx950 192/128 default", 52)])
 def test_the_default_build_meets_the_published_gates(built, name, mfma):
     facts = built[name]
-    assert facts["private_segment_fixed_size"] <= 16 and facts["vgpr_spill_count"] == 0
-    assert facts["vgpr_count"] <= 256 and facts["agpr_count"] == 0
-    assert facts["loop"]["scratch"] == facts["loop"]["accvgpr"] == 0
-    assert facts["loop"]["mfma"] == mfma and facts["loop"]["barriers"] == 2
-    assert facts["lds"] <= (51_200 if "950" not in name else 53_248)
+    assert facts["scratch_bytes"] <= 16 and facts["spills"] == 0
+    assert facts["vgpr"] <= 256 and facts["agpr"] == 0
+    assert facts["loop"]["spill"] == facts["loop"]["accvgpr"] == 0
+    assert facts["loop"]["mfma"] == mfma and facts["loop"]["barrier"] == 2
+    assert facts["lds_bytes"] <= (51_200 if "950" not in name else 53_248)
 
 
 def test_no_build_spins_on_an_atomic(built):
-    assert all(facts["compare_and_swap"] == 0 for facts in built.values())
+    assert all(facts["cas_loops"] == 0 for facts in built.values())
 
 
 def test_why_the_other_tiles_lose(built):
     # Four waves: what no longer fits 256 registers moves through the accumulator file, in the loop.
     assert built["192/128 4 waves"]["loop"]["accvgpr"] > 50
     # Twice the rows or twice the keys: spills to memory, in the loop.
-    assert built["192/128 64x128"]["loop"]["scratch"] > 10
-    assert built["192/128 32x256"]["loop"]["scratch"] > 100
+    assert built["192/128 64x128"]["loop"]["spill"] > 10
+    assert built["192/128 32x256"]["loop"]["spill"] > 100
     for name in ("192/128 default", "192/128 dq_groups=2", "256/256 default", "gfx950 192/128 default"):
-        assert built[name]["loop"]["scratch"] == built[name]["loop"]["accvgpr"] == 0, name
+        assert built[name]["loop"]["spill"] == built[name]["loop"]["accvgpr"] == 0, name
 
 
 def test_code_is_what_its_geometry_says(built):
     for name, facts in built.items():
         geometry = Geometry(**isa_facts.BUILDS[name])
-        assert facts["lds"] == geometry.lds_bytes, name
+        assert facts["lds_bytes"] == geometry.lds_bytes, name
         assert facts["loop"]["mfma"] == geometry.mfma_per_wave(), name
-        assert facts["loop"]["barriers"] == geometry.barriers, name
+        assert facts["loop"]["barrier"] == geometry.barriers, name
         compiler.confirm(isa_facts.key_of(name), isa_facts.text_of(name))
 
 
@@ -100,9 +100,8 @@ def test_gfx950_uses_its_own_instructions(built):
     old, new = (isa_facts.histogram(isa_facts.text_of(f"{a}192/128 default")) for a in ("", "gfx950 "))
     assert old["v_mfma_f32_16x16x16_bf16"] == 104 and new["v_mfma_f32_16x16x32_bf16"] == 52
     assert old["ds_read_b64_tr_b16"] == 0 and new["ds_read_b64_tr_b16"] == 2 * (192 + 128) // 16
-    texts = [isa_facts.text_of(f"{a}192/128 default") for a in ("", "gfx950 ")]
-    loops = [isa_facts.hot_loop(*isa_facts.instructions(text)) for text in texts]
-    perms, conversions = ([isa_facts.count(loop, op) for loop in loops] for op in ("v_perm", "v_cvt_pk_bf16_f32"))
+    loops = [isa_facts.hot_opcodes(isa_facts.text_of(f"{a}192/128 default")) for a in ("", "gfx950 ")]
+    perms, conversions = ([loop[op] for loop in loops] for op in ("v_perm_b32", "v_cvt_pk_bf16_f32"))
     # gfx942 turns tiles and rounds to bf16 with byte permutations, gfx950 with instructions of its own.
     assert perms[0] >= 80 and perms[1] == 0
     assert conversions[0] == 0 and conversions[1] >= 8

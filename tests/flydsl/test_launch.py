@@ -96,10 +96,23 @@ def test_the_driver_reads_exactly_the_steps(driver, problem):
         assert [0 if x is None else x for x in seen] == [0 if x is None else x for x in wanted]
 
 
+@pytest.mark.parametrize("kind", ["packed", "dense"])
+def test_offline_steps_have_the_keys_of_a_call(kind):
+    extra = {"has_sink": True, "has_dlse": True, **SIZES}
+    problem = Problem.packed((45, 60), (45, 90), **extra) if kind == "packed" else Problem.dense(2, 40, 70, **extra)
+    config, tensors, scratch = prepared(problem)
+    offline = launch.offline_steps(problem, config)
+    steps = backward_steps(problem, config, tensors, scratch)
+    assert [step.key for step in offline] == [step.key for step in steps]
+    stages = ["preprocess", "main", "convert", "gaps"] if kind == "packed" else ["preprocess", "main", "convert"]
+    assert [step.stage for step in offline] == stages and [s.grid for s in offline] == [s.grid for s in steps]
+
+
 def test_a_second_call_compiles_nothing_and_carries_its_own_pointers(driver):
     problem = Problem.packed((45, 60), (45, 90), **SIZES)
-    for _ in range(2):
-        launch.backward(problem, *prepared(problem))
+    calls = [prepared(problem) for _ in range(2)]  # both alive: the second may not reuse the first one's memory
+    for prepared_call in calls:
+        launch.backward(problem, *prepared_call)
     assert len(driver.compiled) == len(set(driver.compiled)) == 4
     assert len(driver.calls) == 8
     first, second = driver.calls[1][1], driver.calls[5][1]

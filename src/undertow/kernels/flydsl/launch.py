@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from ...layout import shapes
 from ...problem import Problem
+from .. import alloc
 from ..spec import Config, Tensors
 from .compiler import arguments, compile_launcher, launcher
+from .plan import plan_workspace
 from .steps import Step, backward_steps
 
 FARTHEST = 1 << 21
@@ -35,6 +38,19 @@ def backward(
         run(step)
     if problem.has_sink:
         tensors["dsink"].copy_(scratch["dsink_rows"].flatten(1).sum(1))
+
+
+def offline_steps(problem: Problem, config: Config) -> list[Step]:
+    """The steps of a problem without tensors: what the probe and a compiler read; their pointers lead nowhere."""
+    device = torch.device("meta")
+    absent = ("seqused",) if problem.is_packed else ("seqused", "cu_seqlens")
+    tensors = {
+        name: alloc.output(shape, alloc.DTYPE[problem.dtype], device, poison=False)
+        for name, shape in shapes(problem).items()
+        if not name.startswith(absent)
+    }
+    scratch = {b.name: tensors["q"] for b in plan_workspace(problem, config).buffers}
+    return backward_steps(problem, config, tensors, scratch)
 
 
 def run_on_device(step: Step) -> None:

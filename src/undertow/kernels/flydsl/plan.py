@@ -109,3 +109,15 @@ def _padded_dq(problem: Problem) -> Buffer:
     rows = -(-problem.max_seqlen_q // ROUND_ROWS) * ROUND_ROWS
     shape = (problem.batch, problem.nheads_q, rows, problem.head_dim_qk)
     return Buffer("dq_acc", "bhsd", shape, "bf16", zeroed=True, written_by="main", read_by="convert")
+
+
+def ladder(arch: str) -> tuple[tuple[str, str, Config], ...]:
+    """The backward from plain to default at 192/128, as (name, about, Config): one change a rung."""
+    both = {"transposed_tiles": True, "pipeline": False}
+    rungs = (
+        ("plain", "two LDS copies, no prefetch, key tile fastest", both | {"kv_major": False}),
+        ("kv_major", "key tile slowest: longest blocks first", both),
+        ("one copy", "second orientation out of one LDS copy", {"pipeline": False}),
+        ("pipeline", "next tile into a second buffer, two barriers", {}),
+    )  # fmt: skip
+    return tuple((name, about, config_of(Geometry(arch=arch, **knobs))) for name, about, knobs in rungs)

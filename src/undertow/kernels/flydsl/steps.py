@@ -49,6 +49,11 @@ class Step(NamedTuple):
         return self[:4]
 
     @property
+    def stage(self) -> str:
+        """What the step does: preprocess, main, dq, convert or gaps."""
+        return self.module.removesuffix("_device") if self.builder == "build" else self.builder.removeprefix("build_")
+
+    @property
     def block(self) -> tuple[int, int, int]:
         """Threads along x, y, z."""
         return (self.geometry.threads, 1, 1)
