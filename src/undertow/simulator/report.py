@@ -96,7 +96,7 @@ class Report:
         from rich.table import Table
 
         title = f"{self.kernel} on {self.target or 'gfx942'}: grid {self.grid} x {self.block} threads"
-        counters = Table(title=title)
+        counters = Table()
         counters.add_column("counter")
         counters.add_column("value", justify="right")
         rows = {
@@ -114,7 +114,7 @@ class Report:
             findings.add_column(column)
         for item in self.findings:
             findings.add_row(item.kind, str(item.line), item.text, item.message, str(item.count))
-        return Group(findings, counters) if self.findings else counters
+        return Group(title, *([findings] if self.findings else []), counters)
 
 
 @dataclass(slots=True)
