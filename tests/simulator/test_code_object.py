@@ -1,6 +1,9 @@
 """Code objects: the ELF reader, the decoder against LLVM's own text of the same kernels, and a run from the file."""
 
+import random
+import re
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -230,3 +233,29 @@ def test_without_any_disassembler_both_are_named(monkeypatch):
     monkeypatch.setattr(disassemble.shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match=r"(?s)undertow\[simulator\].*llvm-objdump 19"):
         disassemble.load(good["hsaco"])
+
+
+def test_damaged_text_ends_in_a_result_or_a_clean_error():
+    """Random edits of a kernel: whatever they make of it, nothing but findings and the documented errors comes out."""
+    parts = compiled(softmax_kernel, {"x": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 512}, "gfx942")
+    lines, rng, ends = parts["amdgcn"].splitlines(), random.Random(0), Counter()
+    code = [n for n, line in enumerate(lines) if re.match(r"\t(s|v|ds|buffer|global)_", line)]
+    for _ in range(80):
+        damaged = list(lines)
+        at, kind = rng.choice(code), rng.randrange(3)
+        if kind == 0:
+            damaged[at] = lines[rng.choice(code)]
+        elif kind == 1:
+            damaged[at] = re.sub(
+                r"\d+", lambda m: str(rng.choice((int(m.group()) + 1, rng.randint(0, 10**9)))), lines[at]
+            )
+        else:
+            cut = rng.randrange(1, max(2, len(lines[at])))
+            damaged[at] = lines[at][:cut] + rng.choice("[]:,-|vs0 #") + lines[at][cut + 1 :]
+        x, out = np.ones((2, 300), np.float32), np.zeros((2, 300), np.float32)
+        arguments = ("\n".join(damaged), None, 2, 256, (x, out, 300, None, None))
+        try:
+            ends[simulate.isa(*arguments, dynamic_lds=256, options=Options(max_steps=5000)).ok] += 1
+        except (ValueError, NotImplementedError, simulate.SimulationError) as error:
+            ends[type(error).__name__] += 1
+    assert ends[True] > 5 and ends[False] > 1 and ends["AsmError"] + ends["UnsupportedError"] > 5, ends

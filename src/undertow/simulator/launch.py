@@ -19,6 +19,13 @@ from .state import LANES, u32
 MAX_THREADS = 1024
 MAX_WORKGROUPS = 1 << 20
 KNOWN_TARGETS = ("gfx942", "gfx950")
+LIMITS = {
+    "user_sgpr_count": 32,
+    "user_sgpr_kernarg_preload_length": 16,
+    "user_sgpr_kernarg_preload_offset": 1 << 10,
+    "kernarg_size": 1 << 16,
+    "private_segment_fixed_size": 1 << 17,
+}
 LDS_SIZES = {"b8": 1, "u8": 1, "i8": 1, "b16": 2, "u16": 2, "i16": 2}
 
 
@@ -149,6 +156,12 @@ def make_program(module: asm.Module, kernel: asm.Kernel, target: str | None, ext
     d = kernel.directives
     if "user_sgpr_count" not in d:
         raise ValueError(f"kernel {kernel.name!r}: the text has no .amdhsa_* directives, which say how registers start")
+    for name, limit in LIMITS.items():
+        if not 0 <= d.get(name, 0) <= limit:
+            raise ValueError(f"kernel {kernel.name!r}: .amdhsa_{name} {d[name]}; the limit is {limit}")
+    reach = max((a.offset + a.size for a in kernel.arguments), default=0)
+    if reach > LIMITS["kernarg_size"] or any(a.size < 0 or a.offset < 0 for a in kernel.arguments):
+        raise ValueError(f"kernel {kernel.name!r}: arguments reach byte {reach}; the limit is {LIMITS['kernarg_size']}")
     if d.get("float_denorm_mode_16_64", 3) != 3:
         raise NotImplementedError(f".amdhsa_float_denorm_mode_16_64 {d['float_denorm_mode_16_64']}: only 3 is modelled")
     mode = d.get("float_denorm_mode_32", 0)
