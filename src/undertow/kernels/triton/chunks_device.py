@@ -33,8 +33,8 @@ class Blocks(NamedTuple):
     """What a one-dimensional grid is made of: `columns` of the nheads * batch run together, their tiles in order.
 
     The tile index varies slowest inside a group of columns, so that the longest tiles start first and the columns in
-    flight share the cache. `tiles`, int32 [2, entries], lists the real tiles of a packed batch (segment, tile); a
-    column is then a head, and the grid has `entries` tiles a column instead of the longest segment's.
+    flight share the cache. `tiles`, int32 [2, entries], lists the real tiles of a packed batch (segment, tile), in that
+    order; a column is then a head, and the grid has `entries` tiles a column instead of the longest segment's.
     """
 
     nheads: Any

@@ -10,13 +10,14 @@ from ...target import Target
 from ..spec import Config
 
 MAX_LISTED = 4096
+SHORT = 1024  # tokens a segment, on average, below which a "-short" table holds
 STAGES = ("forward", "dkdv", "dq")
 HAS_TMA = ("sm_90", "sm_100", "sm_103")
 
 # width is head_dim_qk + head_dim_v as executed (the sum of the chunks); the first row at least as wide is taken.
 # Milliseconds: H200, torch 2.11.0+cu130, triton 3.6.0, 2026-11-29, median of 4 to 8 launches of the kernel alone.
 # The fused plan was slower on every shape timed (dkdv with dQ atomics, best tile, against dkdv + dq as below, ms):
-# 192/128 S8192 6.02 : 4.39, 128/128 GQA S8192 7.86 : 6.54, 64/64 S4096 1.28 : 1.02, 256/256 S4096 3.04 : 1.61.
+# 192/128 S8192 6.02 : 4.39, 128/128 GQA S8192 7.86 : 6.54, 64/64 S4096 1.28 : 1.02, 256/256 S4096 3.04 : 1.55.
 TMA = (("tma", True), ("columns", 8))
 POINTERS = (("columns", 8),)
 TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
@@ -31,13 +32,21 @@ TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
         "dkdv": (
             (128, Config(64, 64, 4, 3, TMA)),  # 64/64: 0.643; two stages 0.689
             (192, Config(64, 64, 4, 2, TMA)),  # 96/96: 0.926; (32, 64) 0.993
-            (384, Config(32, 64, 4, 3, TMA)),  # 192/128: 2.588, 128/128: 3.907; pointers 3.03 and 4.35
+            (256, Config(32, 64, 4, 4, TMA)),  # 128/128: 3.954, not causal 7.85; three stages 3.908 and 8.12
+            (384, Config(32, 64, 4, 3, TMA)),  # 192/128: 2.588; pointers 3.03
             (512, Config(64, 64, 8, 2, POINTERS)),  # 256/256: 1.159, spills; TMA 1.222
+        ),
+        "dkdv-short": (
+            (192, Config(64, 64, 4, 2, TMA)),
+            (320, Config(32, 64, 4, 2, TMA)),  # X2, 64 documents of 256 tokens, GQA 32:8: 0.499; four stages 0.765
+            (384, Config(32, 64, 4, 3, TMA)),
+            (512, Config(64, 64, 8, 2, POINTERS)),
         ),
         "dq": (
             (128, Config(64, 64, 4, 3, TMA)),  # 64/64: 0.380; (64, 32) 0.406
             (256, Config(64, 64, 4, 2, TMA)),  # 128/128: 2.631; (64, 32) 2.703
-            (512, Config(64, 32, 4, 3, TMA)),  # 192/128: 1.801, 256/256: 0.447; (64, 64) 1.886 and 0.479
+            (384, Config(64, 32, 4, 3, TMA)),  # 192/128: 1.801; (64, 64) 1.886
+            (512, Config(128, 32, 8, 3, TMA)),  # 256/256: 0.387; (64, 32) with 4 warps 0.449
         ),
     },
     "gfx942": {
@@ -80,18 +89,22 @@ def executed_dims(problem: Problem) -> tuple[int, int]:
     return sum(split_dim(problem.head_dim_qk)), sum(split_dim(problem.head_dim_v))
 
 
-def shared_bytes(problem: Problem, config: Config, stage: str) -> int:
-    """An estimate, from above, of the shared memory of one program, in bytes."""
+def shared_bytes(problem: Problem, config: Config, stage: str, *, fused: bool) -> int:
+    """Shared memory of one program in bytes, from above: the rows it owns, the staged rows of the other side, barriers.
+
+    Checked against the compiler's figure by a test. The fused plan also turns dS around in shared memory.
+    """
     qk, v = executed_dims(problem)
     item, m, n = DTYPES[problem.dtype], config.block_m, config.block_n
-    own, streamed = (n, m) if stage == "dkdv" else (m, n)
-    scores = m * n * (item if stage != "forward" else 0)
-    return (own + streamed * config.num_stages) * (qk + v) * item + scores
+    own, streamed = (n * (qk + v), m) if stage == "dkdv" else (m * qk, n) if stage == "forward" else (m * (qk + v), n)
+    turned = 2 * m * n if stage == "dkdv" and fused else 0
+    return (own + streamed * config.num_stages * (qk + v) + turned) * item + 1024
 
 
 def feasible(problem: Problem, config: Config, target: Target, stage: str) -> bool:
     """Whether the tile fits the target's shared memory."""
-    return target.arch == "cpu" or shared_bytes(problem, config, stage) <= target.lds_bytes
+    needed = shared_bytes(problem, config, stage, fused=fused(problem, target))
+    return target.arch == "cpu" or needed <= target.lds_bytes
 
 
 def stage_config(problem: Problem, target: Target, stage: str) -> Config:
@@ -100,7 +113,9 @@ def stage_config(problem: Problem, target: Target, stage: str) -> Config:
         return Config(32, 32, 4, 1, TMA)
     family = "fp32" if problem.dtype == "fp32" else "gfx942" if target.vendor == "amd" else "sm_90"
     width = sum(executed_dims(problem))
-    rows = [config for limit, config in TABLE[family][stage] if width <= limit]
+    short = problem.is_packed and problem.total_k < SHORT * problem.batch
+    table = TABLE[family].get(f"{stage}-short" if short else stage, TABLE[family][stage])
+    rows = [config for limit, config in table if width <= limit]
     chosen = next((c for c in rows if feasible(problem, c, target, stage)), SMALLEST)
     return chosen if target.arch in HAS_TMA else replace(chosen, switches=POINTERS)
 

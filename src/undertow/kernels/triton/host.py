@@ -31,7 +31,7 @@ if settings().triton_interpret:
     interpreter.install()
 
 ROWS = Config(block_m=64)
-LIST_CHUNK = 64
+LIST_CHUNK = 128
 
 
 class Launch(NamedTuple):

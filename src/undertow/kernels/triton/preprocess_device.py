@@ -30,29 +30,23 @@ def tile_counts(seqs, b, batch, ROWS: tl.constexpr):
 
 @triton.jit
 def list_tiles_kernel(seqs, tiles, entries, batch, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """List the real tiles of packed segments, tile 0 of every segment first, then tile 1, ...: longest work first.
-
-    The place of (segment b, tile t) is sum over segments s of min(count_s, t) + [s < b and count_s > t].
+    """List the real tiles of packed segments, segment by segment, so that programs beside one another share rows.
 
     Grid: batch. Writes tiles (int32 [2, entries]): segment and tile, segment -1 behind the last; entries is at least
     the sum of the counts and at most `batch` more.
     """
     b = tl.program_id(0)
-    mine = tl.sum(tile_counts(seqs, b + tl.arange(0, CHUNK), tl.minimum(b + 1, batch), ROWS), 0)
+    before, total = b * 0, b * 0
+    for s0 in range(0, batch, CHUNK):
+        s = s0 + tl.arange(0, CHUNK)  # [S]
+        counts = tile_counts(seqs, s, batch, ROWS)
+        before += tl.sum(tl.where(s < b, counts, 0), 0)
+        total += tl.sum(counts, 0)
+    mine = tl.sum(tile_counts(seqs, b + tl.arange(0, CHUNK), b + 1, ROWS), 0)
     for t0 in range(0, mine, CHUNK):
         t = t0 + tl.arange(0, CHUNK)  # [T]
-        place = tl.zeros([CHUNK], tl.int32)
-        for s0 in range(0, batch, CHUNK):
-            s = s0 + tl.arange(0, CHUNK)  # [S]
-            counts = tile_counts(seqs, s, batch, ROWS)
-            before = tl.minimum(counts[None, :], t[:, None])
-            before += ((s < b)[None, :] & (counts[None, :] > t[:, None])).to(tl.int32)
-            place += tl.sum(before, 1)
-        tl.store(tiles + place, b, mask=t < mine)
-        tl.store(tiles + entries + place, t, mask=t < mine)
-    total = b * 0
-    for s0 in range(0, batch, CHUNK):
-        total += tl.sum(tile_counts(seqs, s0 + tl.arange(0, CHUNK), batch, ROWS), 0)
+        tl.store(tiles + before + t, b, mask=t < mine)
+        tl.store(tiles + entries + before + t, t, mask=t < mine)
     if total + b < entries:
         tl.store(tiles + total + b, -1)
 
