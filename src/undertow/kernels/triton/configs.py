@@ -51,8 +51,8 @@ TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
     },
     "gfx942": {
         "forward": ((256, Config(64, 32, 4, 1)), (512, Config(32, 32, 4, 1))),
-        "dkdv": ((512, Config(32, 32, 4, 1)),),
-        "dq": ((512, Config(32, 32, 4, 1)),),
+        "dkdv": ((384, Config(32, 32, 4, 1)), (512, Config(16, 16, 4, 1))),
+        "dq": ((384, Config(32, 32, 4, 1)), (512, Config(16, 16, 4, 1))),
     },
     "fp32": {
         "forward": ((256, Config(32, 32, 4, 1)), (512, Config(16, 16, 4, 1))),
@@ -103,7 +103,10 @@ def shared_bytes(problem: Problem, config: Config, stage: str, *, fused: bool) -
 
 def feasible(problem: Problem, config: Config, target: Target, stage: str) -> bool:
     """Whether the tile fits the target's shared memory."""
-    needed = shared_bytes(problem, config, stage, fused=fused(problem, target))
+    if target.vendor == "amd" and config.num_stages == 1:  # operands go through LDS one tile at a time
+        needed = max(config.block_m, config.block_n) * max(executed_dims(problem)) * DTYPES[problem.dtype]
+    else:
+        needed = shared_bytes(problem, config, stage, fused=fused(problem, target))
     return target.arch == "cpu" or needed <= target.lds_bytes
 
 
