@@ -1,5 +1,6 @@
 """The worked example of docs/simulator.md runs as printed, and breaks as printed."""
 
+import json
 import re
 import subprocess
 import sys
@@ -44,3 +45,14 @@ def test_every_name_of_the_page_exists():
     assert len(kinds) > 12 and all(f'"{kind}"' in source for kind in kinds), kinds
     for name in re.findall(r"simulate\.(\w+)\(", PAGE):
         assert hasattr(simulator, name)
+
+
+def test_the_speed_record_meets_its_targets():
+    record = json.loads(Path(__file__).with_name("speed_record.json").read_text())
+    rows = {(row["heads"], row["checks"]): row for row in record["rows"]}
+    assert rows[1, False]["processor_s"] <= 1.5 and rows[1, True]["processor_s"] <= 3
+    for checks in (False, True):
+        assert rows[8, checks]["processor_s"] <= 4 * rows[1, checks]["processor_s"]
+        assert rows[32, checks]["million_wave_instructions_per_processor_s"] >= 0.5
+    for (heads, checks), row in rows.items():
+        assert f"{row['wall_s']:.2f} s" in PAGE and f"{row['wave_instructions']:,}" in PAGE, (heads, checks)
