@@ -35,20 +35,30 @@ class Run:
         return [f"{step.builder}: {finding}" for step, report in self.reports for finding in report.errors]
 
 
-def call(problem, *, seed=0, outliers=False, gap=0, fill=float("nan")):
-    """Inputs with the reference's forward; `gap` rows of NaN behind every packed segment."""
+def call(problem, *, seed=0, outliers=False, gap=0, wide=0):
+    """Inputs with the reference's forward; `gap` rows of NaN behind every packed segment, `wide` columns behind rows."""
     tensors = inputs.make(problem, seed=seed, outliers=outliers)
-    tensors = inputs.with_gaps(problem, tensors, gap, fill=fill) if gap else tensors
+    tensors = inputs.with_gaps(problem, tensors, gap, fill=torch.nan) if gap else tensors
     clean = {n: torch.nan_to_num(x) if n in ("q", "k", "v", "dout") else x for n, x in tensors.items()}
     exact = reference.attention(problem, clean)
     dtype = alloc.DTYPE[problem.dtype]
     tensors["out"] = reference.from_thd(exact.out, problem.layout, problem.batch).to(dtype)
-    lse = exact.lse.float()
-    if not problem.is_packed:
-        lse = lse.unflatten(1, (problem.batch, -1)).transpose(0, 1).contiguous()
+    if problem.has_delta:
+        given = exact.delta if tensors["dlse"] is None else exact.delta + reference.to_ht(tensors["dlse"])
+        tensors["delta"] = by_batch(problem, given)
+    for name in ("q", "k", "v", "dout", "out") if wide else ():
+        rows = torch.full((*tensors[name].shape[:-1], tensors[name].shape[-1] + wide), torch.nan, dtype=dtype)
+        tensors[name] = rows[..., :-wide].copy_(tensors[name])
     # Input out and lse of rows that see no key are ignored, whatever they hold.
+    lse = by_batch(problem, exact.lse)
     tensors["lse"] = torch.where(lse.isinf(), torch.nan, lse)
     return tensors
+
+
+def by_batch(problem, rows):
+    """(nheads_q, tokens) as the problem lays LSE out, fp32."""
+    rows = rows.float()
+    return rows if problem.is_packed else rows.unflatten(1, (problem.batch, -1)).transpose(0, 1).contiguous()
 
 
 def run(problem, config=None, *, arch="gfx942", tensors=None, wave_seed=None, mutate=None):
@@ -62,6 +72,8 @@ def run(problem, config=None, *, arch="gfx942", tensors=None, wave_seed=None, mu
         tensors[name] = torch.full_like(tensors[like], float("nan"))
     tensors["dsink"] = torch.full((problem.nheads_q,), float("nan")) if problem.has_sink else None
     reports = []
+    if mutate is None and tensors.get("seqused_q") is None:
+        compiler.isa_many([step.key for step in launch.offline_steps(problem, config)])  # one child for all of them
 
     def on_simulator(step):
         step = step if mutate is None else mutate(step)

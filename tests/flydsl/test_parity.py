@@ -66,6 +66,8 @@ SLOW = {
     "knob-16-rows": (packed(*CHUNKS, band=CAUSAL), {"block_m": 16, "dq_groups": 2}, "gfx942", {}),
     "950-mla-nan-gaps": (packed((33, 0, 50), (33, 20, 140), band=CAUSAL), None, "gfx950", {"gap": 7}),
     "950-ablation-transposed": (packed(*CHUNKS, band=CAUSAL), {"transposed_tiles": True}, "gfx950", {}),
+    "d64-delta-given": (packed(*CHUNKS, (64, 64), band=CAUSAL, has_delta=True, has_dlse=True), None, "gfx942", {}),
+    "mla-wide-rows": (dense(50, 70, batch=1, band=CAUSAL), None, "gfx942", {"wide": 6}),
     "d32": (dense(50, 40, (32, 32)), None, "gfx942", {}),
     "d64-256": (dense(50, 140, (64, 256), band=CAUSAL), None, "gfx942", {}),
     "d256-128": (dense(50, 140, (256, 128), batch=1, band=CAUSAL), None, "gfx942", {}),
