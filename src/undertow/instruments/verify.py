@@ -189,11 +189,12 @@ def _group(case: _Case, mine: Tensor, exact: Tensor, plain: Tensor, floor: float
     rms = float(error.square().mean().sqrt() / scale)
     max_err = float(error.abs().max() / largest)
     cosine = float(torch.nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), dim=0, eps=0.0))
+    noise = case.noise * exact.shape[-1] ** -0.5  # an element's share of a row's
     if case.problem.dtype == "fp32":
-        limit = FP32_ERR, FP32_ERR
+        limit = FP32_ERR + noise / float(scale), FP32_ERR + case.noise / float(largest)
     else:
-        emulated = float((plain - exact).square().mean().sqrt() / scale)
-        limit = min(RMS, EMULATION * emulated + ROUNDING[case.problem.dtype]), MAX_ERR
+        emulated = float((plain - exact).square().mean().sqrt())
+        limit = min(RMS, (EMULATION * emulated + noise) / float(scale) + ROUNDING[case.problem.dtype]), MAX_ERR
     return cosine, rms, max_err, cosine >= COSINE and rms <= limit[0] and max_err <= limit[1]
 
 
