@@ -36,7 +36,7 @@ class Run:
 
 
 def call(problem, *, seed=0, outliers=False, gap=0, wide=0):
-    """Inputs with the reference's forward; `gap` rows of NaN behind every packed segment, `wide` columns behind rows."""
+    """Inputs with the reference's forward; `gap` rows of NaN behind packed segments, `wide` columns behind rows."""
     tensors = inputs.make(problem, seed=seed, outliers=outliers)
     tensors = inputs.with_gaps(problem, tensors, gap, fill=torch.nan) if gap else tensors
     clean = {n: torch.nan_to_num(x) if n in ("q", "k", "v", "dout") else x for n, x in tensors.items()}

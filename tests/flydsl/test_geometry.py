@@ -1,6 +1,7 @@
 """The geometry: what is derived, what is refused and with which numbers, and which tile a head-dim pair gets."""
 
 from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 
@@ -84,6 +85,15 @@ def test_every_pair_gets_a_tile(dims, arch):
         assert (geometry.accumulate == "none") is deterministic
         if deterministic:
             assert plan.owner_of(geometry).lds_bytes <= TARGETS[arch].lds_bytes
+
+
+def test_every_multiple_of_32_up_to_256_gets_a_tile_in_any_pair():
+    dims = range(32, 257, 32)
+    for arch, qk, v, deterministic in product(("gfx942", "gfx950"), dims, dims, (False, True)):
+        p = problem(qk, v, deterministic=deterministic)
+        g = plan.default_geometry(p, arch)
+        assert g.lds_bytes <= TARGETS[arch].lds_bytes
+        assert not deterministic or plan.owner_of(g).lds_bytes <= TARGETS[arch].lds_bytes
 
 
 def test_the_tiles_that_the_documentation_names():

@@ -153,9 +153,31 @@ def test_inputs_with_odd_strides_are_copied_and_far_rows_refused(driver):
     launch.backward(problem, config, tensors | {"q": odd}, scratch)
     (_, seen) = driver.calls[1]
     assert seen[0] != odd.data_ptr() and seen[1:4] == [0, 4 * 192, 192]
-    broad = torch.empty(0, dtype=torch.bfloat16).as_strided((0, 4, 192), (launch.FARTHEST + 2, 192, 1))
+    broad = meta((105, 4, 192), (launch.FARTHEST + 2, 192, 1))
     with pytest.raises(NotImplementedError, match="dq has strides"):
         launch.backward(problem, config, tensors | {"dq": broad}, scratch)
+
+
+def meta(shape, strides, dtype=torch.bfloat16):
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "axis", "fits"),
+    [
+        ((8, 8192, 16, 192), (8192 * 16 * 192, 16 * 192, 192, 1), 1, True),  # bshd: a batch may lie as far as it likes
+        ((8192, 8, 16, 192), (8 * 16 * 192, 16 * 192, 192, 1), 0, True),
+        ((8, 16, 8192, 192), (16 * 8192 * 192, 8192 * 192, 192, 1), 2, True),
+        ((64, 4096, 128, 192), (192, 64 * 128 * 192, 64 * 192, 1), 1, True),
+        ((64, 4096, 128, 512), (512, 64 * 128 * 512, 64 * 512, 1), 1, False),  # tokens 4 M elements apart
+        ((2, 64, 4, 192), (64 * 4 * 192, 0, 192, 1), 1, False),  # tokens on top of each other
+        ((2, 64, 4, 192), (0, 4 * 192, 192, 1), 1, True),
+        ((2, 64, 4, 192), (64 * 4 * 193, 4 * 193, 193, 1), 1, False),
+        ((2, 64, 4, 192), (64 * 4 * 384, 4 * 384, 384, 2), 1, False),
+    ],
+)
+def test_which_strides_the_kernels_read_in_place(shape, strides, axis, fits):
+    assert launch._fits(meta(shape, strides), axis) is fits
 
 
 def test_missing_flydsl_is_named_with_the_extra(monkeypatch):

@@ -9,6 +9,7 @@ from .plan import config, plan_workspace
 
 MULTIPLE = 32
 MAX_GRID = 65535
+SMALLEST_KEY_BLOCK = 64
 
 
 def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
@@ -38,8 +39,8 @@ KERNEL = Kernel(
               "cast to bf16 or fp16"),
         _dim_limit("head_dim_qk"),
         _dim_limit("head_dim_v"),
-        Limit("batch={p.batch}, nheads_q={p.nheads_q}: a grid axis holds 65535",
-              lambda p, t: max(p.batch, p.nheads_q) <= MAX_GRID),
+        Limit("batch={p.batch}, nheads_q={p.nheads_q}, max_seqlen_k={p.max_seqlen_k}: a grid axis holds 65535 blocks",
+              lambda p, t: max(p.batch, p.nheads_q, p.max_seqlen_k // SMALLEST_KEY_BLOCK + 1) <= MAX_GRID),
     ),
     config=config,
     plan_workspace=plan_workspace,

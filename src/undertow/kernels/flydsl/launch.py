@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...layout import shapes
+from ...layout import AXES, shapes
 from ...problem import Problem
 from .. import alloc
 from ..spec import Config, Tensors
@@ -18,7 +18,7 @@ from .plan import plan_workspace
 from .steps import Step, backward_steps
 
 FARTHEST = 1 << 21
-"""Elements between neighbouring rows that keep the byte offsets of a 128-row block below 2**30."""
+"""Elements from token to token that keep the byte offsets of a 128-row block below 2**30."""
 
 
 def backward(
@@ -26,9 +26,10 @@ def backward(
 ) -> None:
     """Fill dq, dk, dv and dsink: preprocess, main, convert, gaps. `run` launches a step; default: on the device."""
     run = run_on_device if run is None else run
-    tensors = dict(tensors) | {n: _readable(n, tensors[n]) for n in ("q", "k", "v", "dout", "out")}
+    token = AXES[problem.layout].index("s")
+    tensors = dict(tensors) | {n: _readable(n, tensors[n], token) for n in ("q", "k", "v", "dout", "out")}
     for name in ("dq", "dk", "dv"):
-        _check_writable(name, tensors[name])
+        _check_writable(name, tensors[name], token)
     if min(problem.batch, problem.total_q, problem.total_k) == 0:
         for name in ("dq", "dk", "dv", "dsink"):
             if tensors.get(name) is not None:
@@ -74,27 +75,30 @@ def _compiled(key: tuple[str, str, Any, frozenset[str]], device: int | None) -> 
     return jit, compile_launcher(jit, key)
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
-    """Whether rows start on dword boundaries, do not overlap, and lie near enough for 32-bit offsets in a block."""
-    rows = tensor.stride()[:-1]
-    dense = all(n == 1 or s >= tensor.shape[-1] for n, s in zip(tensor.shape[:-1], rows, strict=True))
-    whole = tensor.data_ptr() % 4 == 0 and all(s % 2 == 0 for s in rows)
-    return tensor.stride(-1) == 1 and dense and whole and max(rows, default=0) <= FARTHEST
+def _fits(tensor: torch.Tensor, token_axis: int) -> bool:
+    """Whether rows start on dword boundaries, and tokens neither overlap nor lie too far apart for 32-bit offsets."""
+    step = tensor.stride(token_axis) if tensor.shape[token_axis] > 1 else tensor.shape[-1]
+    even = tensor.data_ptr() % 4 == 0 and all(
+        s % 2 == 0 for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1
+    )
+    return tensor.stride(-1) == 1 and even and tensor.shape[-1] <= step <= FARTHEST
 
 
-def _readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _readable(name: str, tensor: torch.Tensor, token_axis: int) -> torch.Tensor:
     """The tensor, or a contiguous copy where the kernels cannot read its strides."""
-    if _aligned(tensor):
+    if _fits(tensor, token_axis):
         return tensor
-    copy = tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
-    if not _aligned(copy):
-        raise NotImplementedError(f"{name} has strides {copy.stride()}, wanted rows at most {FARTHEST} elements apart")
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    if not _fits(copy, token_axis):
+        raise NotImplementedError(
+            f"{name} has {copy.stride(token_axis)} elements from token to token, wanted at most {FARTHEST}"
+        )
     return copy
 
 
-def _check_writable(name: str, tensor: torch.Tensor) -> None:
-    if not _aligned(tensor):
+def _check_writable(name: str, tensor: torch.Tensor, token_axis: int) -> None:
+    if not _fits(tensor, token_axis):
         raise NotImplementedError(
-            f"{name} has strides {tensor.stride()} at {tensor.data_ptr():#x}, wanted last stride 1, even strides of at "
-            f"least its rows' width and at most {FARTHEST}, and a 4-byte aligned start"
+            f"{name} has strides {tensor.stride()} at {tensor.data_ptr():#x}, wanted last stride 1, even strides, "
+            f"tokens {tensor.shape[-1]} to {FARTHEST} elements apart, and a 4-byte aligned start"
         )
