@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from undertow import cost
-from undertow.kernels.flydsl import KERNEL, plan
+from undertow.kernels.flydsl import KERNEL, LOW_MEMORY, plan
 from undertow.kernels.flydsl.geometry import Geometry
 from undertow.problem import Band, Problem
 from undertow.target import TARGETS
@@ -145,6 +145,18 @@ def test_limits_show_the_numbers_and_a_way_out(change, why):
     assert len(reasons) == 1 and why in reasons[0]
     assert KERNEL.failing(p, TARGETS["gfx942"])[0].remedy(p, TARGETS["gfx942"])
     assert "arch is sm_90" in KERNEL.unsupported(Problem.dense(1, 64, 64, **sizes), TARGETS["sm_90"])[0]
+
+
+def test_the_low_memory_mode_is_a_kernel_of_its_own():
+    p = problem()
+    assert LOW_MEMORY.unsupported(p, TARGETS["gfx942"]) == ()
+    geometry = plan.geometry_of(p, LOW_MEMORY.config(p, TARGETS["gfx942"], "backward"))
+    assert (geometry.accumulate, geometry.dq_groups, geometry.dq_tiles) == ("bf16", 2, 6)
+    fp16, ordered = (replace(p, **change) for change in ({"dtype": "fp16"}, {"deterministic": True}))
+    assert "dtype is fp16" in LOW_MEMORY.unsupported(fp16, TARGETS["gfx942"])[0]
+    assert "no order" in LOW_MEMORY.unsupported(ordered, TARGETS["gfx942"])[0]
+    for qk, v in product(range(32, 257, 32), repeat=2):
+        LOW_MEMORY.config(problem(qk, v), TARGETS["gfx942"], "backward")
 
 
 class TestPlan:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...problem import Problem
 from ...target import Target
 from ..spec import Config, Kernel, Limit, Tensors
-from .plan import config, plan_workspace
+from .plan import config, low_memory_config, plan_workspace
 
 MULTIPLE = 32
 MAX_GRID = 65535
@@ -46,3 +48,17 @@ KERNEL = Kernel(
     plan_workspace=plan_workspace,
     backward=backward,
 )  # fmt: skip
+
+LOW_MEMORY = replace(
+    KERNEL,
+    name="flydsl_bf16_dq",
+    about="flydsl with dQ summed in bf16 by segment: half the scratch, less accurate the more keys there are",
+    limits=(
+        *KERNEL.limits,
+        Limit("dtype is {p.dtype}, dQ is summed in bf16 for bf16 calls only", lambda p, t: p.dtype == "bf16",
+              "cast to bf16, or name kernel='flydsl'"),
+        Limit("deterministic, and atomics have no order", lambda p, t: not p.deterministic, "name kernel='flydsl'"),
+    ),
+    config=low_memory_config,
+)  # fmt: skip
+"""The named low-memory mode: runs where it is asked for by name, and is never chosen."""

@@ -43,13 +43,15 @@ def config_of(geometry: Geometry) -> Config:
     return Config(geometry.block_m, geometry.block_n, geometry.num_waves, switches=tuple(sorted(switches.items())))
 
 
-def default_geometry(problem: Problem, arch: str) -> Geometry:
+def default_geometry(problem: Problem, arch: str, accumulate: str = "fp32") -> Geometry:
     """The first of TILES, and the fewest dq_groups, that divide and leave enough registers for temporaries.
+
+    A deterministic problem makes dQ elsewhere, whatever `accumulate` says.
 
     Raises:
         ValueError: no tile does; the text has each one's fault.
     """
-    accumulate = "none" if problem.deterministic else "fp32"
+    accumulate = "none" if problem.deterministic else accumulate
     faults = []
     for block_m, block_n, num_waves in TILES:
         for groups in DQ_GROUPS if accumulate != "none" else (1,):
@@ -83,6 +85,11 @@ def owner_of(geometry: Geometry) -> Geometry:
 def config(problem: Problem, target: Target, which: str) -> Config:
     """The default config on a target."""
     return config_of(default_geometry(problem, target.arch))
+
+
+def low_memory_config(problem: Problem, target: Target, which: str) -> Config:
+    """The config of the low-memory mode: dQ summed in bf16."""
+    return config_of(default_geometry(problem, target.arch, "bf16"))
 
 
 def plan_workspace(problem: Problem, config: Config) -> WorkspacePlan:
