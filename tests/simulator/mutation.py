@@ -134,24 +134,35 @@ def swapped(module, index):
 
 
 def unmasked(module, index):
-    """A conditional block that every lane enters: EXEC is saved and not narrowed."""
-    out, _ = module.instructions[index].operands
-    everyone = asm.Operand("s", asm.EXEC, 2)
-    return edited(module, index, opcode="s_mov_b64", operands=(out, everyone))
+    """A select that always takes the value of live lanes: the offset of a masked access, a score inside the band."""
+    out, _, live, _ = module.instructions[index].operands
+    return edited(module, index, opcode="v_mov_b32", encoding="e64", operands=(out, live))
+
+
+def is_mask(module, index):
+    """A v_cndmask that is not the NaN case of a rounding (whose deletion changes nothing without NaNs)."""
+    x = module.instructions[index]
+    if x.opcode != "v_cndmask_b32" or x.encoding == "sdwa":
+        return False
+    mask = x.operands[3]
+    for before in reversed(module.instructions[:index]):
+        if before.operands and before.operands[0] == mask:
+            return not before.opcode.startswith("v_cmp_o_")
+    return True
 
 
 MUTANTS = {
-    "s_barrier deleted": (deleted, lambda x: x.opcode == "s_barrier"),
-    "s_waitcnt deleted": (deleted, lambda x: x.opcode == "s_waitcnt"),
-    "LDS offset shifted": (shifted, lambda x: x.opcode.startswith(("ds_read_", "ds_read2", "ds_write"))),
-    "MFMA operands swapped": (swapped, lambda x: x.opcode.startswith("v_mfma")),
-    "mask dropped": (unmasked, lambda x: x.opcode == "s_and_saveexec_b64"),
+    "s_barrier deleted": (deleted, lambda m, i: m.instructions[i].opcode == "s_barrier"),
+    "s_waitcnt deleted": (deleted, lambda m, i: m.instructions[i].opcode == "s_waitcnt"),
+    "LDS offset shifted": (shifted, lambda m, i: m.instructions[i].opcode.startswith(("ds_read", "ds_write"))),
+    "MFMA operands swapped": (swapped, lambda m, i: m.instructions[i].opcode.startswith("v_mfma")),
+    "mask dropped": (unmasked, is_mask),
 }
 
 
 def places(module, kind):
     """Instruction indices of the mutants of a kind."""
-    return [x.index for x in module.instructions if MUTANTS[kind][1](x)]
+    return [x.index for x in module.instructions if MUTANTS[kind][1](module, x.index)]
 
 
 def mutant(module, kind, index):
@@ -227,29 +238,41 @@ def record():
         "lengths": LENGTHS,
         "unmodified": verdict(cases, module) or "no finding, gradients right",
         "instructions": len(module.instructions),
-        "mutants": {},
     }
     effects = effects_of_waits(cases, module)
-    for kind in MUTANTS:
-        every = places(module, kind)
-        every = every if "deleted" in kind else every[:: max(1, len(every) // 40)]
-        verdicts = {index: verdict(cases, mutant(module, kind, index)) for index in every}
-        survivors = [index for index, why in verdicts.items() if why is None]
-        out["mutants"][kind] = {
-            "planted": len(every),
-            "killed": len(every) - len(survivors),
-            "by": dict(Counter(why.split(": ")[1] for why in verdicts.values() if why).most_common()),
-            "survivors": [
-                {
-                    "instruction": module.instructions[i].text,
-                    "index": i,
-                    "next": module.instructions[i + 1].text,
-                    "proof": proof(i, module, cases, effects) if "waitcnt" in kind else None,
-                }
-                for i in survivors
-            ],
-        }
-    return out
+    return out | {"mutants": {kind: record_kind(kind, module, cases, effects) for kind in MUTANTS}}
+
+
+def record_kind(kind, module, cases, effects):
+    """One row of the record: all deletions, about forty of the others."""
+    every = places(module, kind)
+    every = every if "deleted" in kind else every[:: max(1, len(every) // 40)]
+    verdicts = {index: verdict(cases, mutant(module, kind, index)) for index in every}
+    survivors = [index for index, why in verdicts.items() if why is None]
+    return {
+        "planted": len(every),
+        "killed": len(every) - len(survivors),
+        "by": dict(Counter(why.split(": ")[1] for why in verdicts.values() if why).most_common()),
+        "survivors": [
+            {
+                "instruction": module.instructions[i].text,
+                "index": i,
+                "next": module.instructions[i + 1].text,
+                "proof": proof(i, module, cases, effects) if "waitcnt" in kind else None,
+            }
+            for i in survivors
+        ],
+    }
+
+
+def summary(recorded):
+    """The record as the rows of a markdown table."""
+    rows = ["| fault | planted | caught | by |", "|---|---|---|---|"]
+    for kind, row in recorded["mutants"].items():
+        rows.append(
+            f"| {kind} | {row['planted']} | {row['killed']} | {', '.join(f'{k} {n}' for k, n in row['by'].items())} |"
+        )
+    return rows
 
 
 if __name__ == "__main__":

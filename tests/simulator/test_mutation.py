@@ -53,6 +53,11 @@ def test_the_record_holds_what_the_docs_claim():
     assert len(waits["survivors"]) == waits["planted"] - waits["killed"]
 
 
+def test_the_docs_quote_the_record():
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    assert "\n".join(mutation.summary(RECORD)) in page
+
+
 @pytest.mark.slow
 def test_every_barrier_and_wait(planted):
     cases, module = planted
