@@ -162,7 +162,7 @@ def check(name, arch):
     golden = json.loads(GOLDEN.read_text())
     if golden["triton"] != version("triton"):
         pytest.skip(f"the golden table holds for triton {golden['triton']}")
-    assert rows(name, arch) == golden["rows"][f"{name} {arch}"]
+    assert rows(name, arch) == golden["rows"][f"{name} {arch}"], "kernels changed? python tests/test_probe.py"
 
 
 @pytest.mark.parametrize("name, arch", QUICK)

@@ -56,3 +56,10 @@ def test_the_speed_record_meets_its_targets():
         assert rows[32, checks]["million_wave_instructions_per_processor_s"] >= 0.5
     for (heads, checks), row in rows.items():
         assert f"{row['wall_s']:.2f} s" in PAGE and f"{row['wave_instructions']:,}" in PAGE, (heads, checks)
+
+
+def test_numpy_is_the_only_dependency():
+    heavy = {"torch", "triton", "tinygrad", "rich"}
+    code = f"import sys; from undertow import simulator; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -61,7 +61,7 @@ def compile_kernel(
     if not isinstance(jit_fn, JITFunction):
         raise ValueError(
             f"jit_fn: {type(jit_fn).__name__}; a @triton.jit function is wanted"
-            " (of an autotuned one, pass .fn and the constexprs)"
+            " (of an autotuned one, pass .fn and the constexprs; interpreted ones need TRITON_INTERPRET unset)"
         )
     gpu = GPUTarget("hip", target, 64)
     backend = make_backend(gpu)
