@@ -186,16 +186,18 @@ def _group(case: _Case, mine: Tensor, exact: Tensor, plain: Tensor, floor: float
     scale, largest = exact.square().mean().sqrt(), exact.abs().max()
     if float(error.norm(dim=-1).max()) <= floor and float(exact.norm(dim=-1).max()) <= floor:
         return 1.0, 0.0, 0.0, True
-    rms = float(error.square().mean().sqrt() / scale)
-    max_err = float(error.abs().max() / largest)
+    spread = error.square().mean().sqrt()
+    rms, max_err = float(spread / scale), float(error.abs().max() / largest)
     cosine = float(torch.nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), dim=0, eps=0.0))
     noise = case.noise * exact.shape[-1] ** -0.5  # an element's share of a row's
     if case.problem.dtype == "fp32":
-        limit = FP32_ERR + noise / float(scale), FP32_ERR + case.noise / float(largest)
+        limits = FP32_ERR * scale + noise, FP32_ERR * largest + case.noise
     else:
-        emulated = float((plain - exact).square().mean().sqrt())
-        limit = min(RMS, (EMULATION * emulated + noise) / float(scale) + ROUNDING[case.problem.dtype]), MAX_ERR
-    return cosine, rms, max_err, cosine >= COSINE and rms <= limit[0] and max_err <= limit[1]
+        emulated = (plain - exact).square().mean().sqrt()
+        budget = EMULATION * emulated + noise + ROUNDING[case.problem.dtype] * scale
+        limits = torch.minimum(RMS * scale, budget), MAX_ERR * largest
+    ok = cosine >= COSINE and bool(spread <= limits[0]) and bool(error.abs().max() <= limits[1])
+    return cosine, rms, max_err, ok
 
 
 def _worse(worst: Parity, found: tuple[float, float, float, bool], where: str) -> Parity:
