@@ -37,13 +37,13 @@ def launcher(key: tuple[str, str, Any, frozenset[str]]) -> Any:
 
 
 def arguments(jit: Any, key: tuple[str, str, Any, frozenset[str]], args: Sequence[Any] | None = None) -> list[Any]:
-    """FlyDSL arguments of a launcher, without grid and stream: those of a step, or null placeholders for None.
+    """FlyDSL arguments of a launcher, without the stream: those of a step and its grid, or placeholders for None.
 
     Null pointers tell FlyDSL to compile and not to launch.
     """
     import flydsl.expr as fx
 
-    from .prims_device import View
+    from . import prims_device
     from .segments_device import Segments
 
     found = []
@@ -51,11 +51,15 @@ def arguments(jit: Any, key: tuple[str, str, Any, frozenset[str]], args: Sequenc
         given = None if args is None else args[at]
         if kind == "View":
             ptr, *strides = (None, 0, 0, 0) if given is None else given
-            found.append(View(_pointer(name, key, ptr), *(fx.Int64(s) for s in strides)))
+            found.append(prims_device.View(_pointer(name, key, ptr), *(fx.Int64(s) for s in strides)))
         elif kind == "Segments":
             used_q, used_k, *numbers = (None,) * 2 + (0,) * 6 if given is None else given
             pointers = (_pointer("used", key, used) for used in (used_q, used_k))
             found.append(Segments(*pointers, *(fx.Int32(n) for n in numbers), features=key[3]))
+        elif kind in ("Scales", "Grid"):
+            bundle = getattr(prims_device, kind)
+            numbers = (1,) * len(bundle.types) if given is None else given
+            found.append(bundle(*(t(n) for t, n in zip(bundle.types, numbers, strict=True))))
         elif kind == "Pointer":
             found.append(_pointer(name, key, given))
         else:
@@ -68,7 +72,7 @@ def _parameters(jit: Any) -> tuple[tuple[str, str], ...]:
     """(name, type) of a launcher's kernel arguments."""
     found = inspect.signature(jit.func).parameters.values()
     kinds = ((p.name, str(p.annotation).rsplit(".", maxsplit=1)[-1]) for p in found)
-    return tuple((name, kind) for name, kind in kinds if name not in ("x", "y", "z", "stream"))
+    return tuple((name, kind) for name, kind in kinds if name != "stream")
 
 
 def _pointer(name: str, key: tuple[str, str, Any, frozenset[str]], tensor: Any) -> Any:
@@ -93,7 +97,7 @@ def compile_launcher(jit: Any, key: tuple[str, str, Any, frozenset[str]]) -> Any
     import flydsl.compiler as flyc
     import flydsl.expr as fx
 
-    return flyc.compile(jit, *arguments(jit, key), 1, 1, 1, fx.Stream(None))
+    return flyc.compile(jit, *arguments(jit, key), fx.Stream(None))
 
 
 def confirm(key: tuple[str, str, Any, frozenset[str]], text: str) -> None:

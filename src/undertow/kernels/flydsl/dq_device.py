@@ -12,7 +12,7 @@ import flydsl.expr as fx  # noqa: TID253
 from flydsl.expr import const_expr, gpu, range_constexpr  # noqa: TID253
 
 from .geometry import TILE, Geometry
-from .prims_device import FAR, HIGH, LOG2E, View, capped, exp2, greater, lesser, load, rows
+from .prims_device import FAR, HIGH, LOG2E, Grid, Scales, View, capped, exp2, greater, lesser, load, rows
 from .segments_device import Segments
 from .tiles_device import Tiles
 
@@ -45,7 +45,7 @@ def build(geometry: Geometry, features: frozenset[str]):
     def dq_kernel(
         q: View, k: View, v: View, dout: View, lse: View, delta: View, dq: View,
         cu_q: fx.Pointer, cu_k: fx.Pointer, segments: Segments, group: fx.Int32,
-        scale: fx.Float32, to_cap: fx.Float32, cap_log2: fx.Float32,
+        scales: Scales,
     ):  # fmt: skip
         """dS = P (dO V^T - D), dQ = scale dS K, keys in ascending order.
 
@@ -80,8 +80,8 @@ def build(geometry: Geometry, features: frozenset[str]):
                 own.width.append(some.select(highest - lowest, fx.Int32(0)))
             first = greater(i0 + shift - segments.left, fx.Int32(0)) // BM * BM
             last = lesser(seqlen_k, i0 + valid + shift + segments.right)
-            src = SimpleNamespace(scale_log2=scale * LOG2E)
-            src.cap = (to_cap, cap_log2) if "softcap" in features else None
+            src = SimpleNamespace(scale_log2=scales.softmax * LOG2E)
+            src.cap = (scales.to_cap, scales.cap_log2) if "softcap" in features else None
             h_kv = h // group
             tensors = ((k.at(b, h_kv, k0), k.s), (v.at(b, h_kv, k0), v.s))
             dq_acc = [X.zero() for _ in range_constexpr(KT * NQ)]
@@ -102,17 +102,17 @@ def build(geometry: Geometry, features: frozenset[str]):
                     copy = 1 - copy
                     X.keep(tile, lds, copy, at)
                     gpu.barrier()
-            X.write(dq, b, h, row0, valid, "wide", dq_acc, scale, at)
+            X.write(dq, b, h, row0, valid, "wide", dq_acc, scales.softmax, at)
 
     @flyc.jit
     def launch(
         q: View, k: View, v: View, dout: View, lse: View, delta: View, dq: View,
         cu_q: fx.Pointer, cu_k: fx.Pointer, segments: Segments, group: fx.Int32,
-        scale: fx.Float32, to_cap: fx.Float32, cap_log2: fx.Float32,
-        x: fx.Int32, y: fx.Int32, z: fx.Int32, stream: fx.Stream,
+        scales: Scales, grid: Grid, stream: fx.Stream,
     ):  # fmt: skip
+        """Launch over the grid."""
         dq_kernel(
-            q, k, v, dout, lse, delta, dq, cu_q, cu_k, segments, group, scale, to_cap, cap_log2
-        ).launch(grid=(x, y, z), block=(G.threads, 1, 1), stream=stream)  # fmt: skip
+            q, k, v, dout, lse, delta, dq, cu_q, cu_k, segments, group, scales
+        ).launch(grid=(grid.x, grid.y, grid.z), block=(G.threads, 1, 1), stream=stream)  # fmt: skip
 
     return launch

@@ -59,7 +59,7 @@ def run_on_device(step: Step) -> None:
     device = next(arg.device for arg in step.flat() if isinstance(arg, torch.Tensor))
     with current_stream(device) as stream:
         jit, compiled = _compiled(step.key, device.index)
-        compiled(*arguments(jit, step.key, step.args), *step.grid, stream)
+        compiled(*arguments(jit, step.key, (*step.args, step.grid)), stream)
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from .prims_device import (
     FAR,
     LOG2E,
     LOW,
+    Grid,
+    Scales,
     Vec,
     View,
     atomic_add,
@@ -134,14 +136,13 @@ def build(geometry: Geometry, features: frozenset[str]):
     def bwd_kernel(
         q: View, k: View, v: View, dout: View, lse: View, delta: View, dq_acc: View, dk: View, dv: View,
         cu_q: fx.Pointer, cu_k: fx.Pointer, segments: Segments, group: fx.Int32,
-        scale: fx.Float32, to_cap: fx.Float32, cap_log2: fx.Float32,
+        scales: Scales,
     ):  # fmt: skip
         """P = exp2(scale log2(e) Q K^T - LSE), dV = P^T dO, dS = P (dO V^T - D), dK = scale dS^T Q, dQ += dS K.
 
         Grid: (nheads_kv, batch, key blocks) with kv_major, (key blocks, nheads_kv, batch) without.
         Writes: dk, dv (rows of this key block, all of them), adds to dq_acc (zero before; the scale is applied later).
-        `lse` is in base 2, +inf for rows that see no key. With a softcap, `to_cap` is 2 scale log2(e) / softcap and
-        `cap_log2` is log2(e) softcap.
+        `lse` is in base 2, +inf for rows that see no key.
         """
         if const_expr(G.kv_major):
             h_kv, b, n_block = fx.block_idx.x, fx.block_idx.y, fx.block_idx.z
@@ -169,8 +170,8 @@ def build(geometry: Geometry, features: frozenset[str]):
                 keys.diagonal.append((j < valid).select(j0 + j - shift + left, fx.Int32(2 * LOW)) - at.lg * 4)
             first = greater(j0 - segments.right - shift, fx.Int32(0)) // BM * BM
             last = lesser(seqlen_q, j0 + valid + left - shift)
-            call = {"seqlen_q": seqlen_q, "width": left + segments.right, "scale_log2": scale * LOG2E}
-            call |= {"cap": (to_cap, cap_log2) if "softcap" in features else None}
+            call = {"seqlen_q": seqlen_q, "width": left + segments.right, "scale_log2": scales.softmax * LOG2E}
+            call |= {"cap": (scales.to_cap, scales.cap_log2) if "softcap" in features else None}
             dk_acc = [X.zero() for _ in range_constexpr(KT * NQ)]
             dv_acc = [X.zero() for _ in range_constexpr(KT * NV)]
             for g in range(fx.Int32(0), group, fx.Int32(1)):
@@ -205,18 +206,18 @@ def build(geometry: Geometry, features: frozenset[str]):
                         copy = 1 - copy
                         X.keep(tile, lds, copy, at)
                         gpu.barrier()
-            X.write(dk, b, h_kv, kv_row, valid, "wide", dk_acc, scale, at)
+            X.write(dk, b, h_kv, kv_row, valid, "wide", dk_acc, scales.softmax, at)
             X.write(dv, b, h_kv, kv_row, valid, "slim", dv_acc, fx.Float32(1.0), at)
 
     @flyc.jit
     def launch(
         q: View, k: View, v: View, dout: View, lse: View, delta: View, dq_acc: View, dk: View, dv: View,
         cu_q: fx.Pointer, cu_k: fx.Pointer, segments: Segments, group: fx.Int32,
-        scale: fx.Float32, to_cap: fx.Float32, cap_log2: fx.Float32,
-        x: fx.Int32, y: fx.Int32, z: fx.Int32, stream: fx.Stream,
+        scales: Scales, grid: Grid, stream: fx.Stream,
     ):  # fmt: skip
+        """Launch over the grid."""
         bwd_kernel(
-            q, k, v, dout, lse, delta, dq_acc, dk, dv, cu_q, cu_k, segments, group, scale, to_cap, cap_log2
-        ).launch(grid=(x, y, z), block=(G.threads, 1, 1), stream=stream)  # fmt: skip
+            q, k, v, dout, lse, delta, dq_acc, dk, dv, cu_q, cu_k, segments, group, scales
+        ).launch(grid=(grid.x, grid.y, grid.z), block=(G.threads, 1, 1), stream=stream)  # fmt: skip
 
     return launch

@@ -20,13 +20,15 @@ FAR = 0x40000000  # a byte offset behind every descriptor: loads give 0, stores 
 LOW, HIGH = -(1 << 30), 1 << 30
 
 
-class View:
-    """A tensor argument: its pointer, and the int64 element strides of batch, token and head (the last is 1)."""
+class Bundle:
+    """Several kernel arguments under one name. Subclasses list their names and types, in the order of the metadata."""
 
-    names = ("ptr", "b", "s", "h")
+    names: tuple[str, ...] = ()
+    types: tuple[type, ...] = ()
 
     def __init__(self, *parts):
-        self.ptr, self.b, self.s, self.h = parts
+        for name, part in zip(self.names, parts, strict=True):
+            setattr(self, name, part)
 
     def _parts(self):
         return [getattr(self, name) for name in self.names]
@@ -38,22 +40,43 @@ class View:
         return [v for part in self._parts() for v in extract_to_ir_values(part)]
 
     def __cache_signature__(self):
-        return (View, self.ptr.__cache_signature__())
+        return (type(self), *(part.__cache_signature__() for part in self._parts()))
 
     def __c_abi_spec__(self):
         slots = []
         for name in self.names:
             for ctype, fill in c_abi_spec(getattr(self, name)):
-                slots.append((ctype, lambda view, slot, n=name, f=fill: f(getattr(view, n), slot)))
+                slots.append((ctype, lambda bundle, slot, n=name, f=fill: f(getattr(bundle, n), slot)))
         return slots
 
     @classmethod
     def __construct_from_ir_values__(cls, values, exemplar=None):
-        return cls(fx.Pointer(values[0]), *(fx.Int64(v) for v in values[1:]))
+        return cls(*(kind(v) for kind, v in zip(cls.types, values, strict=True)))
+
+
+class View(Bundle):
+    """A tensor argument: its pointer, and the int64 element strides of batch, token and head (the last is 1)."""
+
+    names = ("ptr", "b", "s", "h")
+    types = (fx.Pointer, fx.Int64, fx.Int64, fx.Int64)
 
     def at(self, b, h, row):
         """Pointer to (b, row, h), in 64-bit arithmetic."""
         return self.ptr + (fx.Int64(b) * self.b + fx.Int64(h) * self.h + fx.Int64(row) * self.s)
+
+
+class Scales(Bundle):
+    """The softmax scale; with a softcap, 2 scale log2(e) / softcap and log2(e) softcap."""
+
+    names = ("softmax", "to_cap", "cap_log2")
+    types = (fx.Float32, fx.Float32, fx.Float32)
+
+
+class Grid(Bundle):
+    """Workgroups along x, y, z."""
+
+    names = ("x", "y", "z")
+    types = (fx.Int32, fx.Int32, fx.Int32)
 
 
 def uniform(x):

@@ -7,7 +7,7 @@ import flydsl.expr as fx  # noqa: TID253
 from flydsl.expr import const_expr, range_constexpr  # noqa: TID253
 
 from .geometry import WAVE, RowGeometry
-from .prims_device import ELEMENT, FAR, LOG2E, View, exp2, greater, lesser, load, narrow, rows, store
+from .prims_device import ELEMENT, FAR, LOG2E, Grid, View, exp2, greater, lesser, load, narrow, rows, store
 from .segments_device import Segments, locate
 
 VEC = 8  # elements of 16 bits a lane loads at once
@@ -86,11 +86,12 @@ def build_preprocess(geometry: RowGeometry, features: frozenset[str]):
     def launch(
         dout: View, out: View, lse_in: View, dlse: View, delta_in: View, lse: View, delta: View, dq_acc: View,
         dsink: View, sink: fx.Pointer, cu_q: fx.Pointer, cu_k: fx.Pointer, segments: Segments, search: fx.Int32,
-        x: fx.Int32, y: fx.Int32, z: fx.Int32, stream: fx.Stream,
+        grid: Grid, stream: fx.Stream,
     ):  # fmt: skip
+        """Launch over the grid."""
         preprocess_kernel(
             dout, out, lse_in, dlse, delta_in, lse, delta, dq_acc, dsink, sink, cu_q, cu_k, segments, search
-        ).launch(grid=(x, y, z), block=(G.threads, 1, 1), stream=stream)  # fmt: skip
+        ).launch(grid=(grid.x, grid.y, grid.z), block=(G.threads, 1, 1), stream=stream)  # fmt: skip
 
     return launch
 
@@ -133,10 +134,11 @@ def build_convert(geometry: RowGeometry, features: frozenset[str]):
     @flyc.jit
     def launch(
         dq_acc: View, dq: View, cu_q: fx.Pointer, segments: Segments, search: fx.Int32, scale: fx.Float32,
-        x: fx.Int32, y: fx.Int32, z: fx.Int32, stream: fx.Stream,
+        grid: Grid, stream: fx.Stream,
     ):  # fmt: skip
+        """Launch over the grid."""
         convert_kernel(dq_acc, dq, cu_q, segments, search, scale).launch(
-            grid=(x, y, z), block=(G.threads, 1, 1), stream=stream
+            grid=(grid.x, grid.y, grid.z), block=(G.threads, 1, 1), stream=stream
         )
 
     return launch
@@ -173,8 +175,11 @@ def build_gaps(geometry: RowGeometry, features: frozenset[str]):
     @flyc.jit
     def launch(
         qk: View, v: View, cu: fx.Pointer, segments: Segments, search: fx.Int32,
-        x: fx.Int32, y: fx.Int32, z: fx.Int32, stream: fx.Stream,
+        grid: Grid, stream: fx.Stream,
     ):  # fmt: skip
-        gaps_kernel(qk, v, cu, segments, search).launch(grid=(x, y, z), block=(G.threads, 1, 1), stream=stream)
+        """Launch over the grid."""
+        gaps_kernel(qk, v, cu, segments, search).launch(
+            grid=(grid.x, grid.y, grid.z), block=(G.threads, 1, 1), stream=stream
+        )
 
     return launch

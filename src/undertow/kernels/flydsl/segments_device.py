@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import flydsl.compiler as flyc  # noqa: TID253
 import flydsl.expr as fx  # noqa: TID253
-from flydsl.compiler.protocol import c_abi_spec, extract_to_ir_values, get_ir_types  # noqa: TID253
 
-from .prims_device import lesser
+from .prims_device import Bundle, lesser
 
 
 class Side:
@@ -27,7 +26,7 @@ class Side:
         return start, length
 
 
-class Segments:
+class Segments(Bundle):
     """The argument: seqused pointers (null where the build does not read them), the dense lengths, the band.
 
     `left`, `right` bound j - i - shift from both sides, far away where the band is open. `align` is 1 where the
@@ -36,11 +35,11 @@ class Segments:
     """
 
     names = ("used_q", "used_k", "batch", "seqlen_q", "seqlen_k", "align", "left", "right")
+    types = (fx.Pointer,) * 2 + (fx.Int32,) * 6
 
     def __init__(self, *parts, features=frozenset()):
-        self.parts, self.features = parts, features
-        for name, part in zip(self.names, parts, strict=True):
-            setattr(self, name, part)
+        super().__init__(*parts)
+        self.features = features
 
     def side(self, name, cu):
         """The segments of side "q" or "k"."""
@@ -51,26 +50,14 @@ class Segments:
         """The key on the diagonal of query 0."""
         return (seqlen_k - seqlen_q) * self.align
 
-    def __get_ir_types__(self):
-        return [t for part in self.parts for t in get_ir_types(part)]
-
-    def __extract_to_ir_values__(self):
-        return [v for part in self.parts for v in extract_to_ir_values(part)]
-
     def __cache_signature__(self):
-        return (Segments, self.features)
-
-    def __c_abi_spec__(self):
-        slots = []
-        for name in self.names:
-            for ctype, fill in c_abi_spec(getattr(self, name)):
-                slots.append((ctype, lambda segments, slot, n=name, f=fill: f(getattr(segments, n), slot)))
-        return slots
+        return (*super().__cache_signature__(), self.features)
 
     @classmethod
     def __construct_from_ir_values__(cls, values, exemplar=None):
-        used = [fx.Pointer(v) for v in values[:2]]
-        return cls(*used, *(fx.Int32(v) for v in values[2:]), features=exemplar.features)
+        found = super().__construct_from_ir_values__(values)
+        found.features = exemplar.features
+        return found
 
 
 @flyc.jit

@@ -33,6 +33,14 @@ class Segs(NamedTuple):
     right: int
 
 
+class Scales(NamedTuple):
+    """The `Scales` argument of the device code, in its order; the last two are used with a softcap only."""
+
+    softmax: float
+    to_cap: float
+    cap_log2: float
+
+
 class Step(NamedTuple):
     """One launch: which builder of which module, its key (geometry, features), the grid, and the arguments."""
 
@@ -62,7 +70,7 @@ class Step(NamedTuple):
         """The kernel's arguments one by one, as its metadata lists them."""
         found: list[Any] = []
         for arg in self.args:
-            found.extend(arg if isinstance(arg, View | Segs) else [arg])
+            found.extend(arg if isinstance(arg, View | Segs | Scales) else [arg])
         return found
 
 
@@ -111,6 +119,12 @@ class _Call:
         align = int(p.band.align == "bottom_right")
         return Segs(t.get("seqused_q"), t.get("seqused_k"), p.batch, sq, sk, align, *self.sides)
 
+    def scales(self) -> Scales:
+        """The softmax scale and what a softcap needs."""
+        p = self.p
+        cap = (2 * LOG2E * p.scale / p.softcap, LOG2E * p.softcap) if p.softcap else (0.0, 0.0)
+        return Scales(float(p.scale), *cap)
+
     def row_grid(self, rows: int, heads: int) -> tuple[int, int, int]:
         """Workgroups of a row kernel with `rows` rows each."""
         count = self.p.total_q if self.p.is_packed else self.p.max_seqlen_q
@@ -135,23 +149,21 @@ class _Call:
             pitch = self.plan["dq_acc"].stride("s")
             raise ValueError(f"dq_acc has rows {pitch} elements apart, the kernel adds at head_dim_qk={p.head_dim_qk}")
         features = self.features | ({"softcap"} if p.softcap else frozenset())
-        cap = (2 * LOG2E * p.scale / p.softcap, LOG2E * p.softcap) if p.softcap else (0.0, 0.0)
         args = (
             self.tensor("q"), self.tensor("k"), self.tensor("v"), self.tensor("dout"), self.buffer("lse_log2"),
             self.buffer("delta"), self.buffer("dq_acc"), self.tensor("dk"), self.tensor("dv"),
             self.t.get("cu_seqlens_q"), self.t.get("cu_seqlens_k"), self.segments(all_rows=False), p.group,
-            float(p.scale), *cap,
+            self.scales(),
         )  # fmt: skip
         return Step("main_device", "build", g, features, g.grid(p.batch, p.nheads_kv, p.max_seqlen_k), args)
 
     def own_dq(self) -> Step:
         p, g = self.p, owner_of(self.geometry)
-        cap = (2 * LOG2E * p.scale / p.softcap, LOG2E * p.softcap) if p.softcap else (0.0, 0.0)
         features = self.features | ({"softcap"} if p.softcap else frozenset())
         args = (
             self.tensor("q"), self.tensor("k"), self.tensor("v"), self.tensor("dout"), self.buffer("lse_log2"),
             self.buffer("delta"), self.tensor("dq"), self.t.get("cu_seqlens_q"), self.t.get("cu_seqlens_k"),
-            self.segments(all_rows=False), p.group, float(p.scale), *cap,
+            self.segments(all_rows=False), p.group, self.scales(),
         )  # fmt: skip
         grid = (p.nheads_q, p.batch, -(-p.max_seqlen_q // g.block_n))
         return Step("dq_device", "build", g, features, grid, args)
