@@ -383,3 +383,51 @@ def test_bank_model(address, nbytes, extra):
 def test_bank_model_ignores_lanes_that_are_off():
     assert bank_conflicts((LANE * 128).astype(np.int64)[None], 4, (LANE == 3)[None]) == 0
     assert FULL >> 63
+
+
+@pytest.mark.parametrize("name", ("add_f32", "min_f32", "max_f32", "pk_add_f16", "pk_add_bf16"))
+@pytest.mark.parametrize("returns", (False, True))
+def test_float_lds_atomics(name, returns):
+    """Small integers, exact in every type, on four cells; the sum of what was added is in the cells at the end."""
+    where = rng.integers(0, 4, LANES).astype(np.uint32)
+    values = rng.integers(-4, 5, (LANES, 2)).astype(np.float32)
+    if name.startswith("pk"):
+        halves = values.astype(np.float16).view(np.uint16) if "f16" in name[-3:] and "bf" not in name else None
+        halves = halves if halves is not None else (values.view(np.uint32) >> 16).astype(np.uint16)
+        words = halves[:, 0].astype(np.uint32) | halves[:, 1].astype(np.uint32) << 16
+    else:
+        words = values[:, 0].view(np.uint32)
+    stem, _, kind = name.rpartition("_")
+    call = f"ds_{stem}_rtn_{kind} v5, v11, v1" if returns else f"ds_{name} v11, v1"
+    bench = Bench(v={0: LANE * 0, 1: words, 5: OLD, 10: LANE * 4, 11: where * 4}, lds=256)
+    state = bench.run(f"ds_write_b32 v10, v0\ns_waitcnt lgkmcnt(0)\n{call}{WAIT}")
+    cells = bench.machine.lds.words[:4].copy()
+    if name.startswith("pk"):
+        parts = np.stack([cells & 0xFFFF, cells >> 16], 1)
+        got = (
+            parts.astype(np.uint16).view(np.float16)
+            if "bf" not in name
+            else (parts << 16).astype(np.uint32).view(np.float32)
+        )
+    else:
+        got = cells.view(np.float32)[:, None]
+    pick = {"add": np.sum, "min": lambda v, axis: min(0, v.min()), "max": lambda v, axis: max(0, v.max())}
+    for cell in range(4):
+        for column in range(got.shape[1]):
+            chosen = values[where == cell, column]
+            want = {"pk_add": np.sum}.get(stem, pick.get(stem, np.sum))(chosen, axis=None)
+            assert float(got[cell, column]) == want
+    if returns:
+        firsts = [int(np.flatnonzero(where == cell)[0]) for cell in range(4)]
+        assert [int(state.v[5, 0, lane]) for lane in firsts] == [0] * 4, "the first lane of a cell sees what was there"
+
+
+def test_exchange_and_compare_in_lds():
+    text = (
+        "ds_write_b32 v10, v0\ns_waitcnt lgkmcnt(0)\nds_wrxchg_rtn_b32 v2, v10, v1\nds_cmpst_rtn_b32 v3, v10, v4, v5"
+        + WAIT
+    )
+    bench = Bench(v={0: LANE, 1: LANE + 100, 4: np.where(LANE < 32, LANE + 100, 0), 5: LANE + 7, 10: LANE * 4}, lds=256)
+    state = bench.run(text)
+    assert (state.v[2, 0] == LANE).all() and (state.v[3, 0] == LANE + 100).all()
+    assert (bench.machine.lds.words[:LANES] == np.where(LANE < 32, LANE + 7, LANE + 100)).all()

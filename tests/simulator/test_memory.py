@@ -30,7 +30,7 @@ def loaded(element, raw, old):
 
 
 @pytest.mark.parametrize("name", sorted(LOADS))
-@pytest.mark.parametrize("form", ("vaddr", "saddr", "buffer"))
+@pytest.mark.parametrize("form", ("vaddr", "saddr", "buffer", "flat"))
 def test_loads(name, form):
     element = LOADS[name]
     data = rng.integers(0, 256, LANES * element.nbytes + 8, dtype=np.uint8)
@@ -44,6 +44,11 @@ def test_loads(name, form):
         text = (
             f"v_mov_b32_e32 v10, s0\nv_mov_b32_e32 v11, s1\nv_lshl_add_u64 v[10:11], v[8:9], 0, v[10:11]\n"
             f"global_load_{name} {out}, v[10:11], off offset:4"
+        )
+    elif form == "flat":
+        text = (
+            "v_mov_b32_e32 v10, s0\nv_mov_b32_e32 v11, s1\nv_lshl_add_u64 v[10:11], v[8:9], 0, v[10:11]\n"
+            f"flat_load_{name} {out}, v[10:11] offset:4"
         )
     else:
         text = (
@@ -108,6 +113,64 @@ def test_stores_with_partial_exec_and_bounds(name, records):
         want = raw[: element.nbytes] if ON[lane] and lane < records else b"\xee" * element.nbytes
         assert got[lane].tobytes() == want, lane
     assert bench.kinds() == []
+
+
+@pytest.mark.parametrize("name", sorted(STORES))
+@pytest.mark.parametrize("space", ("global", "flat"))
+def test_global_and_flat_stores(name, space):
+    element = STORES[name]
+    values = rng.integers(0, 1 << 32, (4, LANES), dtype=np.uint64).astype(np.uint32)
+    registers = {8: LANE * element.nbytes, 9: LANE * 0, **{n: values[n] for n in range(4)}}
+    content = np.full(LANES * element.nbytes, 0xEE, np.uint8)
+    bench = Bench(v=registers, exec_mask=PARTIAL, buffers={"x": content}, place={"x": 0})
+    data = span(0, element.registers)
+    tail = f"flat_store_{name} v[10:11], {data}" if space == "flat" else f"global_store_{name} v[10:11], {data}, off"
+    bench.run(f"v_lshl_add_u64 v[10:11], v[8:9], 0, s[0:1]\n{tail}")
+    got = bench.memory("x", np.uint8).reshape(LANES, element.nbytes)
+    for lane in range(LANES):
+        raw = b"".join(int(values[r][lane]).to_bytes(4, "little") for r in range(element.registers))
+        raw = raw[2:] if element.half == 1 else raw
+        assert got[lane].tobytes() == (raw[: element.nbytes] if ON[lane] else b"\xee" * element.nbytes)
+    assert bench.kinds() == []
+
+
+NARROW = [n for n, e in LOADS.items() if e.nbytes < 4]
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_scratch_loads(name):
+    element = LOADS[name]
+    words = rng.integers(0, 1 << 32, LANES, dtype=np.uint64).astype(np.uint32)
+    for store in ("dword", "short_d16_hi", "byte_d16_hi"):
+        state = Bench(v={0: words, 1: OLD, 2: LANE % 2 * element.nbytes}, scratch=16).run(
+            f"scratch_store_dword off, v0, off\nscratch_store_{store} off, v0, off\n"
+            f"scratch_load_{name} v1, v2, off\ns_waitcnt vmcnt(0)"
+        )
+        for lane in range(LANES):
+            raw = bytearray(int(words[lane]).to_bytes(4, "little"))
+            count = {"dword": 0, "short_d16_hi": 2, "byte_d16_hi": 1}[store]
+            raw[:count] = raw[2 : 2 + count]
+            at = lane % 2 * element.nbytes
+            want = loaded(element, bytes(raw[at : at + element.nbytes]), int(OLD[lane]))
+            assert [int(state.v[1, 0, lane])] == want
+
+
+@pytest.mark.parametrize("count", (1, 2, 4, 8, 16))
+def test_scalar_buffer_loads(count):
+    data = np.arange(100, 132, dtype=np.uint32)
+    name = "s_buffer_load_dword" + (f"x{count}" if count > 1 else "")
+    out = "s16" if count == 1 else f"s[16:{15 + count}]"
+    bench = Bench(buffers={"x": data}, place={"x": 0})
+    state = bench.run(f"s_mov_b32 s2, 24\ns_mov_b32 s3, 0\n{name} {out}, s[0:3], 0x4\ns_waitcnt lgkmcnt(0)")
+    assert [int(x) for x in state.s[0, 16 : 16 + count]] == [101 + i if i < 5 else 0 for i in range(count)]
+
+
+@pytest.mark.parametrize("words", (3, 4))
+def test_wide_loads_to_lds(words):
+    data = rng.integers(0, 1 << 32, LANES * words, dtype=np.uint64).astype(np.uint32)
+    bench = Bench(v={8: LANE * 4 * words}, lds=2048, target="gfx950", buffers={"x": data}, place={"x": 0})
+    bench.run(f"s_mov_b32 m0, 64\nglobal_load_lds_dwordx{words} v8, s[0:1]\ns_waitcnt vmcnt(0)")
+    assert (bench.machine.lds.words[16 : 16 + LANES * words] == data).all() and bench.kinds() == []
 
 
 def test_global_store_matches_buffer_store_on_the_last_half():
@@ -208,7 +271,8 @@ ATOMIC = {
 @pytest.mark.parametrize("name", sorted(ATOMIC))
 @pytest.mark.parametrize("returns", (False, True))
 @pytest.mark.parametrize("width", (1, 2))
-def test_integer_atomics_one_after_the_other(name, returns, width):
+@pytest.mark.parametrize("space", ("global", "flat", "buffer"))
+def test_integer_atomics_one_after_the_other(name, returns, width, space):
     """Lanes collide on 8 cells; without a seed they go in lane order."""
     kind = np.uint32 if width == 1 else np.uint64
     values = rng.integers(0, 1 << (32 if width == 1 else 33), LANES, dtype=np.uint64)
@@ -223,10 +287,16 @@ def test_integer_atomics_one_after_the_other(name, returns, width):
     }
     suffix, data, out = ("", "v2", "v0, ") if width == 1 else ("_x2", "v[2:3]", "v[0:1], ")
     bench = Bench(v=registers, exec_mask=PARTIAL, buffers={"x": cells.copy()}, place={"x": 0})
-    state = bench.run(
-        f"global_atomic_{name}{suffix} {out if returns else ''}v8, {data}, s[0:1]{' sc0' if returns else ''}\n"
-        f"s_waitcnt vmcnt(0)"
-    )
+    tail = (" sc0" if returns else "") + "\ns_waitcnt vmcnt(0) lgkmcnt(0)"
+    out = out if returns else ""
+    wide = "v_mov_b32_e32 v9, 0\nv_lshl_add_u64 v[10:11], v[8:9], 0, s[0:1]\n"
+    text = {
+        "global": f"global_atomic_{name}{suffix} {out}v8, {data}, s[0:1]",
+        "flat": f"{wide}flat_atomic_{name}{suffix} {out}v[10:11], {data}",
+        "buffer": f"s_mov_b32 s2, 64\ns_mov_b32 s3, 0\nbuffer_atomic_{name}{suffix} {data}, v8, s[0:3], 0 offen",
+    }[space]
+    state = bench.run(text + tail)
+    old = 2 if space == "buffer" else 0  # a buffer atomic returns into its data
     memory = [int(c) for c in cells]
     top = 32 * width
     function = ATOMIC[name]
@@ -240,15 +310,15 @@ def test_integer_atomics_one_after_the_other(name, returns, width):
     for lane in np.flatnonzero(ON):
         cell, value = int(where[lane]), int(values[lane]) & ((1 << top) - 1)
         if returns:
-            got = int(state.v[0, 0, lane]) | (int(state.v[1, 0, lane]) << 32 if width == 2 else 0)
+            got = int(state.v[old, 0, lane]) | (int(state.v[old + 1, 0, lane]) << 32 if width == 2 else 0)
             assert got == memory[cell], lane
         memory[cell] = function(memory[cell], value)
     assert [int(x) for x in bench.memory("x", kind)] == memory
     assert bench.kinds() == []
 
 
-@pytest.mark.parametrize("name", ("add_f32", "pk_add_f16", "pk_add_bf16", "add_f64", "max_f64"))
-@pytest.mark.parametrize("form", ("global", "buffer"))
+@pytest.mark.parametrize("name", ("add_f32", "pk_add_f16", "pk_add_bf16", "add_f64", "max_f64", "min_f64"))
+@pytest.mark.parametrize("form", ("global", "flat", "buffer"))
 def test_float_atomics(name, form):
     where = rng.integers(0, 4, LANES).astype(np.uint32)
     values = rng.integers(-8, 9, (LANES, 2)).astype(np.float32)  # small integers: exact in any order and type
@@ -271,6 +341,9 @@ def test_float_atomics(name, form):
     data = "v[2:3]" if wide else "v2"
     if form == "global":
         bench.run(f"global_atomic_{name} v8, {data}, s[0:1]")
+    elif form == "flat":
+        wider = "v_mov_b32_e32 v9, 0\nv_lshl_add_u64 v[10:11], v[8:9], 0, s[0:1]\n"
+        bench.run(f"{wider}flat_atomic_{name} v[10:11], {data}")
     else:
         bench.run(f"s_mov_b32 s2, 64\ns_mov_b32 s3, 0x27000\nbuffer_atomic_{name} {data}, v8, s[0:3], 0 offen")
     got = bench.memory("x", memory.dtype)
@@ -279,8 +352,9 @@ def test_float_atomics(name, form):
     got = got.reshape(4, -1)
     want = np.zeros((4, 2))
     for lane in np.flatnonzero(ON):
-        if name == "max_f64":
-            want[where[lane], 0] = max(want[where[lane], 0], values[lane, 0])
+        if name in ("max_f64", "min_f64"):
+            pick = max if name == "max_f64" else min
+            want[where[lane], 0] = pick(want[where[lane], 0], values[lane, 0])
         else:
             want[where[lane]] += values[lane]
     np.testing.assert_array_equal(got, want[:, : got.shape[1]])
@@ -300,6 +374,31 @@ def test_a_seed_makes_the_order_of_float_atomics_show():
             results[key].add(float(bench.memory("x", np.float32)[0]))
     assert len(results[None]) == 1 and len(results[0]) > 1
     assert all(abs(x - values.astype(np.float64).sum()) < 0.01 for x in results[0])
+
+
+@pytest.mark.parametrize("space", ("global", "flat", "buffer"))
+@pytest.mark.parametrize("width", (1, 2))
+def test_compare_and_swap_forms(space, width):
+    """Lane 0 finds what it expects and swaps; lane 1 finds something else."""
+    kind, size = (np.uint32, 4) if width == 1 else (np.uint64, 8)
+    high = np.zeros(LANES, np.uint32)
+    new, expected = LANE + 100, np.full(LANES, 5, np.uint32)
+    registers = (
+        {8: LANE % 2 * size, 2: new, 3: expected}
+        if width == 1
+        else {8: LANE % 2 * size, 2: new, 3: high, 4: expected, 5: high}
+    )
+    suffix, data, out = ("", "v[2:3]", "v0") if width == 1 else ("_x2", "v[2:5]", "v[0:1]")
+    bench = Bench(v=registers, exec_mask=3, buffers={"x": np.array([5, 6], kind)}, place={"x": 0})
+    wide = "v_mov_b32_e32 v9, 0\nv_lshl_add_u64 v[10:11], v[8:9], 0, s[0:1]\n"
+    text = {
+        "global": f"global_atomic_cmpswap{suffix} {out}, v8, {data}, s[0:1] sc0",
+        "flat": f"{wide}flat_atomic_cmpswap{suffix} {out}, v[10:11], {data} sc0",
+        "buffer": f"s_mov_b32 s2, 64\ns_mov_b32 s3, 0\nbuffer_atomic_cmpswap{suffix} {data}, v8, s[0:3], 0 offen sc0",
+    }[space]
+    state = bench.run(text + "\ns_waitcnt vmcnt(0) lgkmcnt(0)")
+    assert list(bench.memory("x", kind)) == [100, 6]
+    assert [int(x) for x in state.v[2 if space == "buffer" else 0, 0, :2]] == [5, 6]
 
 
 def test_compare_and_swap():

@@ -1,5 +1,7 @@
 """Vector instructions whose operands need more than the pseudocode gives: modifiers, DPP, SDWA, masks, lane moves."""
 
+import math
+
 import numpy as np
 import pytest
 from bench import FULL, LANES, PARTIAL, Bench, bits_of
@@ -282,10 +284,11 @@ def test_comparisons(condition, kind):
     pair = dtype.itemsize == 8
     registers = {2 + 2 * n + w: words[n, :, w] for n in range(2) for w in range(1 + pair)}
     names = ["v[2:3]", "v[4:5]"] if pair else ["v2", "v4"]
-    state = run(f"v_cmp_{condition}_{kind}_e64 s[20:21], {names[0]}, {names[1]}", v=registers)
-    got = int(state.s[0, 20]) | int(state.s[0, 21]) << 32
-    for lane in range(LANES):
-        assert got >> lane & 1 == (ON[lane] and PYTHON[condition](values[0][lane], values[1][lane]))
+    want = [bool(ON[i] and PYTHON[condition](values[0][i], values[1][i])) for i in range(LANES)]
+    for stem in ("v_cmp", "v_cmpx"):
+        state = run(f"{stem}_{condition}_{kind}_e64 s[20:21], {names[0]}, {names[1]}", v=registers)
+        assert bits_of(int(state.pair(20)[0])).tolist() == want
+        assert bits_of(int(state.exec[0])).tolist() == (want if stem == "v_cmpx" else ON.tolist())
 
 
 def test_cmpx_narrows_exec():
@@ -530,3 +533,42 @@ def test_division_sequence_is_right_over_the_whole_range():
         np.testing.assert_allclose(got[normal], want[normal], rtol=1.2e-7)
         odd = ~normal & ~(np.abs(want) < 1e-37)
         np.testing.assert_array_equal(got[odd], want[odd])
+
+
+def test_unfused_multiply_add_and_half_fmac():
+    halves = rng.standard_normal((3, LANES)).astype(np.float16)
+    registers = {
+        0: F[0],
+        1: F[1],
+        2: F[2],
+        3: F[3],
+        **{4 + n: halves[n].view(np.uint16).astype(np.uint32) for n in range(3)},
+    }
+    state = run(
+        "v_mac_f32_e32 v0, v1, v2\nv_mad_f32 v3, v1, v2, v1\nv_fmac_f16_e32 v4, v5, v6", exec_mask=FULL, v=registers
+    )
+    assert (floats(state, 0) == F[1] * F[2] + F[0]).all() and (floats(state, 3) == F[1] * F[2] + F[1]).all()
+    want = (halves[1].astype(np.float64) * halves[2] + halves[0]).astype(np.float16)
+    assert (state.v[4, 0].astype(np.uint16).view(np.float16) == want).all()
+
+
+@pytest.mark.parametrize("kind", ("i32", "u32"))
+def test_median_of_three(kind):
+    state = run(f"v_med3_{kind} v0, v1, v2, v3", exec_mask=FULL, v={1: U[0], 2: U[1], 3: U[2]})
+    view = U[:3].view(np.int32) if kind == "i32" else U[:3]
+    assert (state.v[0, 0].view(view.dtype) == np.sort(view, axis=0)[1]).all()
+
+
+def test_float_parts_and_half_root():
+    values = np.resize(np.array([0.0, 1.0, -6.5, 1e-40, np.inf, np.nan, 3e38], np.float32), LANES)
+    wide = values.astype(np.float64)
+    words = wide.view(np.uint32).reshape(LANES, 2)
+    halves = np.abs(values).astype(np.float16).view(np.uint16).astype(np.uint32)
+    text = "v_frexp_exp_i32_f32_e32 v0, v1\nv_frexp_exp_i32_f64_e32 v2, v[4:5]\nv_sqrt_f16_e32 v6, v7\nv_nop"
+    with np.errstate(over="ignore"):
+        state = run(text, exec_mask=FULL, v={1: values, 4: words[:, 0], 5: words[:, 1], 7: halves})
+    for lane in range(LANES):
+        exponent = math.frexp(float(values[lane]))[1] if math.isfinite(values[lane]) else 0
+        assert int(state.v[0, 0].view(np.int32)[lane]) == int(state.v[2, 0].view(np.int32)[lane]) == exponent
+    want = np.sqrt(halves.astype(np.uint16).view(np.float16))
+    np.testing.assert_array_equal(state.v[6, 0].astype(np.uint16).view(np.float16), want)

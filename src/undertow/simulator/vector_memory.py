@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -262,8 +263,8 @@ def atomic(b: Builder, row: Atomic, address: Address, data: int, out: int | None
     target = None
     if out is not None:
         operand = b.operands[out]
-        if operand.count != words:  # a buffer cmpswap returns into the first half of its data
-            raise b.fail("atomic that returns into part of its data")
+        if out == data:  # buffer atomics return into the first half of their data
+            operand = replace(operand, count=words)
         registers = frozenset(b.numbers(operand, words))
         target = b.state.block(b.write(operand, words), words)
     access, done, machine = Access(b, address, words * 4, "atomic"), _issued(b, registers), b.machine
