@@ -33,9 +33,14 @@ SEGMENTS = ((33, 0, 1, 5), (7, 3, 36, 0))  # queries without keys, no queries, o
 
 
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS.keys())
+def test_dense_bands(band):
+    prove(Problem.dense(1, 33, 41, band=band, **SMALL), "triton")
+
+
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
-def test_dense_layouts_and_bands(layout, band):
-    prove(Problem.dense(2, 33, 41, layout=layout, band=band, **SMALL), "triton")
+def test_dense_layouts(layout):
+    """Batch, row and head strides in every order; a band that cuts on both sides."""
+    prove(Problem.dense(2, 33, 41, layout=layout, band=BANDS["two_sided"], **SMALL), "triton")
 
 
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS.keys())
@@ -223,7 +228,7 @@ def test_config_is_hashable_and_feasible_for_every_target():
                 problem = Problem.packed((500, 3), deterministic=deterministic, **fields)
                 chosen = config(problem, target, "backward")
                 assert hash(chosen) == hash(config(problem, target, "backward")), arch
-                assert chosen.switch("fused") is not deterministic
+                assert not (deterministic and chosen.switch("fused"))
 
 
 # ---- the compiled kernels, without their hardware
@@ -279,9 +284,12 @@ def test_kernels_compile_for_their_targets(build):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    exact = fields.get("deterministic", False)
-    want = ["forward"] if which == "forward" else ["delta", "dkdv", "dq"] if exact else ["delta", "dkdv", "round_dq"]
-    assert [f["stage"] for f in found] == want
+    stages = [f["stage"] for f in found if f["stage"] != "list_tiles"]
+    if which == "forward":
+        assert stages == ["forward"]
+    else:
+        assert stages[:2] == ["delta", "dkdv"] and stages[2:] in (["dq"], ["round_dq"])
+        assert stages[2] == "dq" or not fields.get("deterministic")
     for stage in found:
         assert stage["shared"] <= TARGETS[arch].lds_bytes, stage
         assert stage["fp64"] == 0, stage
