@@ -1,13 +1,15 @@
 """The launch path up to the driver call: FlyDSL's own argument packing, with a recorder where the driver would be."""
 
 import ctypes
+import random
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import simulated
 import torch
 
-from undertow.kernels.flydsl import launch, plan
+from undertow.kernels.flydsl import KERNEL, LOW_MEMORY, launch, plan
 from undertow.kernels.flydsl.geometry import Geometry
 from undertow.kernels.flydsl.steps import backward_steps
 from undertow.problem import Band, Problem
@@ -106,6 +108,29 @@ def test_offline_steps_have_the_keys_of_a_call(kind):
     assert [step.key for step in offline] == [step.key for step in steps]
     stages = ["preprocess", "main", "convert", "gaps"] if kind == "packed" else ["preprocess", "main", "convert"]
     assert [step.stage for step in offline] == stages and [s.grid for s in offline] == [s.grid for s in steps]
+
+
+def test_a_problem_without_a_limit_always_has_steps():
+    rng = random.Random(0)
+    ran = 0
+    for _ in range(300):
+        heads = rng.choice((1, 2, 3))
+        problem = Problem.dense(
+            rng.randrange(1, 4), rng.randrange(1, 300), rng.randrange(1, 300), nheads_q=heads * rng.choice((1, 4)),
+            nheads_kv=heads, head_dim_qk=rng.choice((8, 32, 32)) * rng.randrange(1, 9),
+            head_dim_v=rng.choice((8, 32, 32)) * rng.randrange(1, 9),
+            dtype=rng.choice(("bf16", "fp16", "fp32")), layout=rng.choice(("bshd", "sbhd", "bhsd")),
+            deterministic=rng.random() < 0.5, softcap=rng.choice((0.0, 5.0)), has_sink=rng.random() < 0.5,
+        )  # fmt: skip
+        for arch, kernel in product(("gfx942", "gfx950"), (KERNEL, LOW_MEMORY)):
+            target = TARGETS[arch]
+            if kernel.unsupported(problem, target):
+                continue
+            steps = launch.offline_steps(problem, kernel.config(problem, target, "backward"))
+            assert [s.stage for s in steps] == ["preprocess", "main", "dq" if problem.deterministic else "convert"]
+            assert all(0 < n <= 65535 for step in steps for n in step.grid[1:])
+            ran += 1
+    assert ran > 100
 
 
 def test_a_second_call_compiles_nothing_and_carries_its_own_pointers(driver):
