@@ -58,13 +58,9 @@ def _problem(**options: Any) -> Problem:
 
 
 def _target(name: str) -> Any:
-    from .target import TARGETS, detect
+    from .target import Target, detect
 
-    if not name:
-        return detect()
-    if name not in TARGETS:
-        raise ValueError(f"target is {name!r}, wanted one of {', '.join(TARGETS)}")
-    return TARGETS[name]
+    return Target.named(name) if name else detect()
 
 
 def _show(renderable: Any) -> None:

@@ -27,6 +27,13 @@ class Target:
     num_queues: int = 1
     interpreter: bool = False
 
+    @staticmethod
+    def named(arch: str) -> Target:
+        """The known target of that name; ValueError lists the names."""
+        if arch not in TARGETS:
+            raise ValueError(f"target is {arch!r}, wanted one of {', '.join(TARGETS)}")
+        return TARGETS[arch]
+
 
 TARGETS = {
     t.arch: t

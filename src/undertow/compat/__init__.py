@@ -1,0 +1,1 @@
+"""Other libraries' function signatures over undertow's operators: change one import."""
