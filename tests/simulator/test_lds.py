@@ -102,12 +102,23 @@ def test_a_read_may_overwrite_its_own_address():
     assert (state.v[10:14, 0] == WORDS[:4]).all()
 
 
-@pytest.mark.parametrize(
-    "name, function",
-    (("add_u32", lambda o, x: o + x & 0xFFFFFFFF), ("max_u32", max), ("or_b32", lambda o, x: o | x), ("min_u32", min)),
-)
+LDS_ATOMIC = {
+    "add_u32": lambda o, x: o + x & 0xFFFFFFFF,
+    "sub_u32": lambda o, x: o - x & 0xFFFFFFFF,
+    "max_u32": max,
+    "min_u32": min,
+    "or_b32": lambda o, x: o | x,
+    "and_b32": lambda o, x: o & x,
+    "xor_b32": lambda o, x: o ^ x,
+    "max_i32": lambda o, x: max(o, x, key=lambda v: v - (v >> 31 << 32)),
+    "min_i32": lambda o, x: min(o, x, key=lambda v: v - (v >> 31 << 32)),
+}
+
+
+@pytest.mark.parametrize("name", LDS_ATOMIC)
 @pytest.mark.parametrize("returns", (False, True))
-def test_lds_atomics(name, function, returns):
+def test_lds_atomics(name, returns):
+    function = LDS_ATOMIC[name]
     where = rng.integers(0, 4, LANES).astype(np.uint32)
     stem, _, kind = name.rpartition("_")
     call = f"ds_{stem}_rtn_{kind} v5, v11, v1" if returns else f"ds_{name} v11, v1"
