@@ -11,8 +11,10 @@ STAMP := .venv/.installed-$(EXTRAS)
 demo: $(STAMP)
 	$(BIN)/undertow verify
 
+# Two runs: compiled and interpreted Triton cannot share a process.
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/simulator -m "not slow and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests -m "not slow and not gpu" -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests tools
@@ -20,10 +22,12 @@ lint: $(STAMP)
 	$(BIN)/python tools/check_kernels.py src/undertow/kernels/triton/*_device.py
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest tests/simulator -m "slow and not gpu"
+	$(BIN)/python -m pytest tests -m "slow and not gpu"
 
 test-amd: $(STAMP)
-	$(BIN)/python -m pytest tests/flydsl tests/simulator tests/test_probe.py -m "not gpu"
+	$(BIN)/python -m pytest tests/simulator
+	$(BIN)/python -m pytest tests/flydsl tests/test_probe.py
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

@@ -455,9 +455,9 @@ def _validated(tensors: dict[str, Tensor | None], numbers: tuple, *, determinist
 def _packed_batch(tensors: dict[str, Tensor | None]) -> int:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         tensor = tensors[name]
-        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.numel() < 1 or tensor.dtype != torch.int32:
+        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.numel() < 2 or tensor.dtype != torch.int32:
             got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
-            raise ValueError(f"{name} is {got}, wanted int32 of shape (batch + 1,)")
+            raise ValueError(f"{name} is {got}, wanted int32 of shape (batch + 1,), batch >= 1")
     return tensors["cu_seqlens_q"].numel() - 1
 
 

@@ -59,7 +59,7 @@ class WorkspacePlan:
         return any(b.name == name for b in self.buffers)
 
     def __getitem__(self, name: str) -> Buffer:
-        return next(b for b in self.buffers if b.name == name)
+        return {b.name: b for b in self.buffers}[name]
 
 
 def _padded(buffer: Buffer) -> int:

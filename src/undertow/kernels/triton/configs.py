@@ -120,7 +120,8 @@ def stage_config(problem: Problem, target: Target, stage: str) -> Config:
     table = TABLE[family].get(f"{stage}-short" if short else stage, TABLE[family][stage])
     rows = [config for limit, config in table if width <= limit]
     chosen = next((c for c in rows if feasible(problem, c, target, stage)), SMALLEST)
-    return chosen if target.arch in HAS_TMA else replace(chosen, switches=POINTERS)
+    listed = not problem.is_packed or problem.batch <= MAX_LISTED  # else the grid, and descriptors, outgrow the tokens
+    return chosen if target.arch in HAS_TMA and listed else replace(chosen, switches=POINTERS)
 
 
 def fused(problem: Problem, target: Target) -> bool:
