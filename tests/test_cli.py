@@ -22,12 +22,12 @@ def undertow(*args):
 
 
 def test_explain_lists_every_kernel_with_numbers():
-    from undertow.dispatch import KERNELS
+    from undertow.dispatch import BY_NAME, KERNELS
 
     done = run("explain", "--target", "gfx942", "--json", *MLA)
     assert done.exit_code == 0, done.output
     answer = json.loads(done.output)
-    assert {k["kernel"] for k in answer["kernels"]} == {k.name for k in KERNELS}
+    assert {k["kernel"] for k in answer["kernels"]} == {k.name for k in KERNELS + BY_NAME}
     assert [k["status"] for k in answer["kernels"]].count("chosen") == 1
     flash = next(k for k in answer["kernels"] if k["kernel"] == "sdpa_flash")
     assert any("192" in reason and "128" in reason for reason in flash["reasons"])

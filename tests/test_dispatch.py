@@ -106,3 +106,12 @@ def test_every_shipped_record_is_of_a_kernel_we_have():
     for found in dispatch.records():
         assert found["ms"] and all(ms > 0 for ms in found["ms"].values())
         assert names & set(found["ms"])
+
+
+def test_what_runs_only_by_name_is_never_chosen(measured):
+    measured(entry({"flydsl_bf16_dq": 0.1, "triton": 5.0}) | {"arch": "gfx942"})
+    p, target = problem(), TARGETS["gfx942"]
+    assert chosen(p, target) == "triton"
+    assert dispatch.select(p, target, "backward", "flydsl_bf16_dq").name == "flydsl_bf16_dq"
+    verdict = next(v for v in dispatch.explain(p, target) if v.kernel == "flydsl_bf16_dq")
+    assert verdict.status == "can run" and verdict.reasons == ("only as kernel='flydsl_bf16_dq'",)

@@ -10,15 +10,21 @@ from importlib.resources import files
 from typing import Any
 
 from .cost import padding_tax
+from .kernels.flydsl import KERNEL as FLYDSL
+from .kernels.flydsl import LOW_MEMORY as FLYDSL_LOW_MEMORY
 from .kernels.spec import Kernel
 from .kernels.torch_tiled import KERNEL as TORCH_TILED
 from .kernels.triton import KERNEL as TRITON
 from .kernels.vendor import KERNELS as VENDOR
+from .kernels.vendor.aiter import KERNEL as AITER
 from .problem import Problem
 from .target import Target
 
-KERNELS: tuple[Kernel, ...] = (TRITON, TORCH_TILED, *VENDOR)
-"""Every kernel, in the order of preference that holds where nothing was measured: ours first, portable before slow."""
+KERNELS: tuple[Kernel, ...] = (TRITON, FLYDSL, TORCH_TILED, *VENDOR)
+"""What is chosen from, in the order of preference that holds where nothing was measured: ours first, slow ones last."""
+
+BY_NAME: tuple[Kernel, ...] = (FLYDSL_LOW_MEMORY, AITER)
+"""What runs only when it is named: a mode that trades accuracy, and a peer that no machine of ours has run."""
 
 WIN = {"nvidia": 1.03, "amd": 1.10, "cpu": 1.03}
 """How much faster than the best vendor kernel one of ours must be, in the same measured run, to replace it."""
@@ -40,10 +46,10 @@ class Verdict:
 
 def get(name: str) -> Kernel:
     """The kernel of that name; ValueError lists the names there are."""
-    for kernel in KERNELS:
+    for kernel in KERNELS + BY_NAME:
         if kernel.name == name:
             return kernel
-    raise ValueError(f"kernel is {name!r}, wanted one of {', '.join(k.name for k in KERNELS)}")
+    raise ValueError(f"kernel is {name!r}, wanted one of {', '.join(k.name for k in KERNELS + BY_NAME)}")
 
 
 @lru_cache(maxsize=4096)
@@ -68,7 +74,7 @@ def explain(problem: Problem, target: Target, which: str = "backward") -> tuple[
         chosen = select(problem, target, which).name
     except NotImplementedError:
         chosen = ""
-    verdicts = [_verdict(k, problem, target, which, chosen) for k in KERNELS]
+    verdicts = [_verdict(k, problem, target, which, chosen) for k in KERNELS + BY_NAME]
     return tuple(sorted(verdicts, key=lambda v: ("chosen", "can run", "cannot run").index(v.status)))
 
 
@@ -79,6 +85,8 @@ def _verdict(kernel: Kernel, problem: Problem, target: Target, which: str, chose
     if not failing:
         times = _times(problem, target, which)
         reasons = (f"measured near here: {times[kernel.name]:.3f} ms",) if kernel.name in times else ("not measured",)
+        if kernel in BY_NAME:
+            reasons = (f"only as kernel={kernel.name!r}",)
     fixes = tuple(limit.remedy(problem, target) for limit in failing if limit.fix)
     tax = padding_tax(problem, kernel.executed_dims(problem), kernel.gemms(problem, target))
     return Verdict(kernel.name, status, reasons, fixes, tax)

@@ -8,13 +8,14 @@ one tensor.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ...problem import Problem
 from ..spec import Config, Kernel, Limit, Tensors, no_config, no_workspace
 from . import limits as _
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AMD = frozenset({"gfx942", "gfx950"})
 MODULE = "aiter.ops.mha"
