@@ -203,13 +203,10 @@ def test_launch_refuses_outputs_it_cannot_write():
 
 
 class TestSynchronisation:
-    """Nothing is there for nothing: take a barrier or a wait out, and the simulator names the hazard.
-
-    The second problem has a key block that no query sees, so that the loop is skipped.
-    """
+    """Nothing is there for nothing: take a barrier or a wait out, and the simulator names the hazard."""
 
     sizes = {"nheads_q": 2, "nheads_kv": 1, "head_dim_qk": 192, "head_dim_v": 128, "band": CAUSAL}
-    problems = (Problem.packed((70, 45), (140, 90), **sizes), Problem.packed((33, 0), (33, 20), **sizes))
+    problem = Problem.packed((70, 45), (140, 90), **sizes)
     key = ("main_device", "build", Geometry(), frozenset({"packed"}))
 
     def places(self, opcode):
@@ -226,11 +223,7 @@ class TestSynchronisation:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiler, "isa", lambda key: mutant(key) if key == self.key else original(key))
-            for problem in self.problems:
-                found = [f for f in simulated.run(problem).findings if f.startswith("build:")]
-                if found:
-                    return found
-        return []
+            return [f for f in simulated.run(self.problem).findings if f.startswith("build:")]
 
     @pytest.mark.parametrize("nth", range(3))
     def test_every_barrier_is_needed(self, nth):

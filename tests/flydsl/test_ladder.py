@@ -18,7 +18,7 @@ def columns(text):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("section", ladder.RUNGS)
+@pytest.mark.parametrize("section", ["climb", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gfx950", "losing"))])
 def test_registers_and_makespan_of_the_page(section):
     page = columns(ladder.written(section))
     now = columns(ladder.table(ladder.RUNGS[section], execute=False))
