@@ -117,7 +117,7 @@ def knobs():
         yield pytest.param(knob, marks=[] if set(pair) <= set(isa_facts.CORE) else slow)
 
 
-@pytest.mark.parametrize("knob", knobs())
+@pytest.mark.parametrize("knob", list(knobs()))
 def test_each_knob_changes_the_opcode_histogram(knob):
     one, other = KNOBS[knob]
     before, after = (Geometry(**isa_facts.BUILDS[name]) for name in (one, other))
