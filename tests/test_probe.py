@@ -157,6 +157,17 @@ def test_sass_by_loop():
     assert len(report.warnings) == 1 and "serialized" in report.warnings[0]
 
 
+def test_a_spin_on_a_barrier_is_no_loop_of_its_own():
+    spin = """.L_x_9:
+        /*0024*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR16], R24 ;
+        /*0028*/              @!P4 BRA `(.L_x_9) ;
+"""
+    at = SASS.index("        /*0040*/")
+    report = probe_sass(SASS[:at] + spin + SASS[at:], "", "", stage="", kernel="k", target="sm_90", shared=0)
+    (loop,) = report.loops
+    assert loop.innermost and loop.counts["hgmma"] == 1 and loop.counts["barrier"] == 2
+
+
 # ---------------------------------------------------------------- compilers
 def check(name, arch):
     golden = json.loads(GOLDEN.read_text())

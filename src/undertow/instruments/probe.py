@@ -33,6 +33,7 @@ SASS_GROUPS = (
     ("wgmma_wait", ("WARPGROUP",)),
 )
 SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)([^;]*);")
+WAIT_LOOP = 8
 WARNING = "Potential Performance Loss"
 
 
@@ -185,15 +186,24 @@ def sass_loops(sass: str) -> tuple[tuple[Loop, ...], dict[str, int]]:
             out.append(number[block[-1] + 1])
         edges.append(out)
     found = natural_loops(edges) if edges else []
-    headers = {header for header, _ in found}
+    bodies = {header: [items[i] for b in sorted(body) for i in blocks[b]] for header, body in found}
+    headers = {header for header, inside in bodies.items() if not _only_waits(inside)}
     loops = []
     for header, body in found:
-        inside = [items[i] for b in sorted(body) for i in blocks[b]]
+        inside = bodies[header]
+        if header not in headers:
+            continue
         cas = any(x[1].startswith("ATOM") and "CAS" in sass.splitlines()[x[0] - 1] for x in inside)
         loops.append(
             Loop(inside[0][0], inside[-1][0], not (headers & body - {header}), _sass_counts(inside), None, cas)
         )
     return tuple(loops), _sass_counts(items)
+
+
+def _only_waits(items: list[tuple]) -> bool:
+    """A spin on an mbarrier: it is part of the loop around it."""
+    counts = _sass_counts(items)
+    return len(items) <= WAIT_LOOP and counts["barrier"] > 0 and counts["barrier"] + counts["other"] == len(items)
 
 
 def _sass_counts(items: list[tuple]) -> dict[str, int]:
