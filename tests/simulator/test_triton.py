@@ -1,5 +1,8 @@
 """Triton kernels that are not ours, compiled offline and run as machine code."""
 
+import io
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from kernels import (
     softmax_kernel,
     turns_kernel,
 )
+from rich.console import Console
 
 from undertow import simulator as simulate
 from undertow.simulator import Options
@@ -155,3 +159,22 @@ def test_targets_and_functions_that_are_not_ours():
         simulate.triton(add_kernel, (1,), (x, x, x, 64), "gfx90a", BLOCK=64)
     with pytest.raises(ValueError, match="grid="):
         simulate.triton(add_kernel, (1, 2, 3, 4), (x, x, x, 64), BLOCK=64)
+
+
+def test_reports_count_by_source_line_and_print():
+    """Counters add up, whichever way they are cut."""
+    a, b, c = torch.randn(64, 64), torch.randn(64, 64), torch.zeros(64, 64)
+    options = Options(bank_model=True)
+    sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32}
+    report = clean(simulate.triton(matmul_kernel, (2, 2), (a, b, c, 64, 64, 64), options=options, **sizes))
+    assert sum(report.groups.values()) == sum(report.opcodes.values()) == report.wave_instructions
+    lines = report.by_source
+    assert all(name.startswith("kernels.py:") for name in lines)
+    assert sum(line.get("mfma", 0) for line in lines.values()) == report.groups["mfma"]
+    assert report.buffers["c"]["stored"] == c.numel() * 4 and report.bytes_moved["lds"] > 0
+    assert isinstance(report.bank_conflict_cycles_model, int)
+    record = json.loads(report.to_json())
+    assert record["ok"] is True and record["wave_instructions"] == report.wave_instructions
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report.table())
+    assert "bank conflict cycles (model)" in console.export_text()
