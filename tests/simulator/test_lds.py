@@ -442,3 +442,18 @@ def test_exchange_and_compare_in_lds():
     state = bench.run(text)
     assert (state.v[2, 0] == LANE).all() and (state.v[3, 0] == LANE + 100).all()
     assert (bench.machine.lds.words[:LANES] == np.where(LANE < 32, LANE + 7, LANE + 100)).all()
+
+
+def test_atomics_race_with_plain_accesses_and_not_with_each_other():
+    fill = "s_cmp_eq_u32 s0, 0\ns_cbranch_scc0 .L\nds_write_b32 v10, v0\ns_waitcnt lgkmcnt(0)\n.L:\n{barrier}"
+    add = "v_mov_b32_e32 v3, 0\nds_add_u32 v3, v0\ns_waitcnt lgkmcnt(0)\n"
+    read = "ds_read_b32 v4, v3\ns_waitcnt lgkmcnt(0)"
+    barrier = "s_barrier\n"
+    good = fill.format(barrier=barrier) + add + barrier + read
+    bench = two_waves(good)
+    assert bench.kinds() == [] and (bench.state.v[4] == 2 * int(LANE.sum())).all()
+    assert two_waves(good.replace(barrier, "", 1)).kinds() == ["lds-race"], "wave 1 adds while wave 0 may still fill"
+    assert two_waves(fill.format(barrier=barrier) + add + read).kinds() == ["lds-race"], "read while others may add"
+    assert two_waves(add).kinds() == ["lds-uninitialised"]
+    alone = fill.format(barrier="") + add + read
+    assert two_waves(alone, waves=1, per_group=1).kinds() == [], "one wave cannot race with itself"

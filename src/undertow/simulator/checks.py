@@ -17,6 +17,7 @@ from .state import LANES, State
 i32, i64 = np.int32, np.int64
 WAVE_BITS = 5  # waves of a workgroup in the low bits of a tag
 NEVER = -(1 << 30)
+ATOMIC_WAVE = (1 << WAVE_BITS) - 1  # the wave of a tag that atomics of any wave share
 
 
 @dataclass(slots=True)
@@ -139,7 +140,7 @@ class LdsShadow:
         self, lds: np.ndarray, state: State, waits: Waits, report: object, *, waves_per_group: int, granule: int
     ) -> None:
         self.state, self.waits, self.report = state, waits, report
-        self.granule = granule
+        self.granule, self.many_waves = granule, waves_per_group > 1
         groups = state.waves // waves_per_group
         self.contents = lds.view(f"u{granule}")
         size = self.contents.size
@@ -290,6 +291,23 @@ class LdsShadow:
         if load or self.any_load:
             self.any_load = True
             self.by_load[cells] = load
+
+    def atomic(self, x: Instruction, address: np.ndarray, lanes: np.ndarray | None) -> None:
+        """Check an LDS atomic of 4 bytes: atomics do not race with each other, only with plain reads and writes."""
+        self._enter_reads()
+        cells, tags, epochs, waves = self._cells(address, 4, lanes)
+        shared = (epochs << WAVE_BITS) | ATOMIC_WAVE if self.many_waves else tags
+        writer, reader = self.writer[cells], self.reader[cells]
+        text = "LDS is updated before anything wrote it"
+        self._complain("lds-uninitialised", x, writer == NEVER, waves, cells, text=text)
+        clash = (writer != tags) & (writer != shared) & (writer >> WAVE_BITS == epochs)
+        clash |= ((reader != tags) & (reader >> WAVE_BITS == epochs)) | (self.many_readers[cells] == epochs)
+        text = "atomic on LDS that another wave read or wrote since the last barrier"
+        self._complain("lds-race", x, clash, waves, cells, text=text)
+        self.writer[cells] = shared
+        self.write_wave[cells] = waves
+        self.write_sequence[cells] = (self.waits.issued["lgkmcnt"] + 1)[waves]
+        np.copyto(self.last_write, self.waits.issued["lgkmcnt"] + 1, where=self.state.group)
 
     def barrier(self, released: np.ndarray) -> None:
         """These waves passed a barrier: note reads still outstanding, open a new epoch."""

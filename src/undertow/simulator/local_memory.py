@@ -282,6 +282,8 @@ def atomic_handler(row: Atomic, returns: bool) -> Handler:
 
         def run() -> None:
             where, lanes = local.locate(x, locate(), 4, "atomic")
+            if machine.checks is not None and (lanes is None or lanes.any()):
+                machine.checks.lds.atomic(x, where - local.base, lanes)
             index = (where if lanes is None else where[lanes]).reshape(-1) >> 2
             operands = [(d if lanes is None else d[lanes]).reshape(-1).view(row.dtype) for d in data]
             order = machine.lane_order(index.size)
