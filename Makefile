@@ -19,7 +19,7 @@ test: $(STAMP) lint
 lint: $(STAMP)
 	$(BIN)/ruff check src tests tools
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_kernels.py src/undertow/kernels/triton/*_device.py
+	$(BIN)/python tools/check_kernels.py src/undertow/kernels/*/*_device.py
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest tests/simulator -m "slow and not gpu"

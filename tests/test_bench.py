@@ -50,8 +50,8 @@ def only(kernel, shape="gqa", which="backward", **fields):
 
 def test_shapes_are_those_of_the_docs():
     shapes = {w.name: w.problem for w in bench_shapes(deterministic=None)}
-    assert len(shapes) == 34
-    assert sum(p.deterministic for p in shapes.values()) == 17
+    assert len(shapes) == 36
+    assert sum(p.deterministic for p in shapes.values()) == 18
     assert shapes["S2"].seqlens_q == (4096, 3000, 2500, 2048, 1700, 1400, 1000, 640)
     assert sum(shapes["S2"].seqlens_q) == sum(shapes["X2"].seqlens_q) == 16384
     assert short_documents()[:4] == (64, 221, 378, 150)

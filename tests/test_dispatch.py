@@ -80,7 +80,7 @@ def test_a_kernel_without_a_time_is_not_preferred(measured):
 def test_a_named_kernel_never_falls_back():
     with pytest.raises(NotImplementedError, match=r"(?s)'sdpa_flash' cannot run.*head_dim_qk 192 != head_dim_v 128"):
         dispatch.select(problem(head_dim_qk=192), SM90, "backward", "sdpa_flash")
-    with pytest.raises(ValueError, match="kernel is 'nonsense', wanted one of triton"):
+    with pytest.raises(ValueError, match="kernel is 'nonsense', wanted one of .*triton"):
         dispatch.select(problem(), SM90, "backward", "nonsense")
 
 
@@ -115,3 +115,48 @@ def test_what_runs_only_by_name_is_never_chosen(measured):
     assert dispatch.select(p, target, "backward", "flydsl_bf16_dq").name == "flydsl_bf16_dq"
     verdict = next(v for v in dispatch.explain(p, target) if v.kernel == "flydsl_bf16_dq")
     assert verdict.status == "can run" and verdict.reasons == ("only as kernel='flydsl_bf16_dq'",)
+
+
+def with_aiter(monkeypatch):
+    from undertow.kernels.vendor import aiter
+
+    monkeypatch.setattr(aiter, "_importable", lambda: True)
+    dispatch.select.cache_clear()
+
+
+AITER = [
+    ("gfx942", {}, "aiter_asm"),
+    ("gfx942", {"head_dim_qk": 192}, "triton"),
+    ("gfx942", {"head_dim_qk": 192, "head_dim_v": 192, "nheads_kv": 4}, "aiter_asm"),
+    ("gfx950", {"head_dim_qk": 192}, "aiter_asm"),
+    ("gfx950", {"head_dim_qk": 192, "head_dim_v": 192}, "triton"),
+    ("gfx942", {"band": Band(64, 0)}, "aiter_asm"),
+    ("gfx950", {"band": Band(64, 0)}, "triton"),
+    ("gfx942", {"deterministic": True}, "triton"),
+    ("gfx942", {"softcap": 30.0}, "triton"),
+    ("gfx942", {"has_sink": True}, "triton"),
+]
+
+
+@pytest.mark.parametrize(("arch", "fields", "winner"), AITER)
+def test_on_amd_the_vendors_assembly_goes_first_where_it_is_native(monkeypatch, measured, arch, fields, winner):
+    measured()
+    with_aiter(monkeypatch)
+    assert chosen(problem(**fields), TARGETS[arch]) == winner
+
+
+def test_packed_mla_on_gfx950_says_why_no_assembly(monkeypatch, measured):
+    measured()
+    with_aiter(monkeypatch)
+    packed = Problem.packed((512, 64), nheads_q=4, nheads_kv=4, head_dim_qk=192, head_dim_v=128, band=CAUSAL)
+    verdicts = {v.kernel: v for v in dispatch.explain(packed, TARGETS["gfx950"])}
+    assert verdicts["triton"].status == "chosen" and verdicts["flydsl"].status == "can run"
+    assert "no packed 192/128" in verdicts["aiter_asm"].reasons[0] and "flydsl" in verdicts["aiter_asm"].fixes[0]
+    assert verdicts["aiter_ck"].tax == pytest.approx(2560 / 1664)
+    assert not dispatch.get("aiter_flydsl").unsupported(packed, TARGETS["gfx942"])
+
+
+def test_without_aiter_the_limit_names_the_package(measured):
+    measured()
+    verdict = next(v for v in dispatch.explain(problem(), TARGETS["gfx942"]) if v.kernel == "aiter_asm")
+    assert verdict.status == "cannot run" and "not importable" in verdict.reasons[0] and "amd-aiter" in verdict.fixes[0]

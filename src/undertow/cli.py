@@ -157,7 +157,7 @@ def bench(
     rounds: Annotated[int, typer.Option(help="timed calls of every kernel")] = 15,
     sustained: Annotated[float, typer.Option(help="seconds back to back as well, power-limited")] = 0.0,
     jobs: Annotated[int, typer.Option(help="processes that compile first; 0 compiles on the way")] = 0,
-    ladder: Annotated[str, typer.Option(help="a shape on which to time the rungs of triton's ladder")] = "",
+    ladder: Annotated[str, typer.Option(help="a shape on which to time the rungs: flydsl's on AMD, else triton's")] = "",
     commit: Annotated[str, typer.Option(help="for a tree without git: hash, or hash+dirty")] = "",
     out: Annotated[str, typer.Option(help="a folder for record.json, tables and plots")] = "",
 ) -> None:
@@ -212,6 +212,8 @@ def simulate(
     target: TargetName = "gfx942",
     grid: Annotated[str, typer.Option(help="workgroups of FILE, x,y,z")] = "1,1,1",
     block: Annotated[str, typer.Option(help="work-items of FILE, x,y,z")] = "256,1,1",
+    dynamic_lds: Annotated[int, typer.Option(help="bytes of LDS FILE expects at launch (Triton: metadata.shared)")] = 0,
+    seed: Annotated[int, typer.Option(help="random order of waves and workgroups; 0 is lock-step")] = 0,
     qk: Qk = 192, v: V = 128, heads: Heads = 2, kv_heads: KvHeads = 0, batch: Batch = 1, seqlen: Seqlen = 64,
     seqlen_k: SeqlenK = 0, seqlens_q: Lengths = "", seqlens_k: LengthsK = "", dtype: Dtype = "bf16",
     layout: Layout = "bshd", causal: Causal = True, window_size: WindowSize = "-1,-1", align: Align = "bottom_right",
@@ -221,23 +223,26 @@ def simulate(
     """Run a kernel's AMD machine code on this CPU, with checks no hardware makes; exit 1 on any finding."""
     problem = _problem(**locals())
     from .instruments import simulate
+    from .simulator import Options
 
+    options = Options(seed=seed or None)
     if file:
         sizes = [tuple(int(x) for x in text.split(",")) for text in (grid, block)]
         name = None if kernel == "triton" else kernel
-        report, _ = simulate.simulate_file(file, args or [], grid=sizes[0], block=sizes[1], kernel=name)
+        report, _ = simulate.simulate_file(file, args or [], grid=sizes[0], block=sizes[1], kernel=name,
+                                           dynamic_lds=dynamic_lds, options=options)  # fmt: skip
         typer.echo(report.to_json()) if as_json else _show(report.table())
         raise typer.Exit(0 if report.ok else 1)
-    found = simulate.simulate(problem, target, kernel)
+    found = simulate.simulate(problem, target, kernel, options=options)
     typer.echo(found.to_json()) if as_json else _show(found.table())
     raise typer.Exit(0 if found.ok else 1)
 
 
 def main() -> None:
-    """Entry point: a refused input is one line on stderr and exit code 2, not a traceback."""
+    """Entry point: a refused input, or a compiler's last words, are on stderr with exit code 2, not a traceback."""
     try:
         app()
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, RuntimeError) as error:
         typer.echo(f"undertow: {error}", err=True)
         sys.exit(2)
 

@@ -16,15 +16,19 @@ from .kernels.spec import Kernel
 from .kernels.torch_tiled import KERNEL as TORCH_TILED
 from .kernels.triton import KERNEL as TRITON
 from .kernels.vendor import KERNELS as VENDOR
-from .kernels.vendor.aiter import KERNEL as AITER
+from .kernels.vendor import aiter
 from .problem import Problem
 from .target import Target
 
-KERNELS: tuple[Kernel, ...] = (TRITON, FLYDSL, TORCH_TILED, *VENDOR)
-"""What is chosen from, in the order of preference that holds where nothing was measured: ours first, slow ones last."""
+KERNELS: tuple[Kernel, ...] = (aiter.ASM, TRITON, FLYDSL, TORCH_TILED, *VENDOR)
+"""What is chosen from, in the order of preference that holds where nothing was measured.
 
-BY_NAME: tuple[Kernel, ...] = (FLYDSL_LOW_MEMORY, AITER)
-"""What runs only when it is named: a mode that trades accuracy, and a peer that no machine of ours has run."""
+On AMD, where nothing of ours was measured, the vendor's assembly comes first wherever it takes the call natively; then
+ours, portable before slow; then torch's.
+"""
+
+BY_NAME: tuple[Kernel, ...] = (FLYDSL_LOW_MEMORY, aiter.FLYDSL, aiter.CK)
+"""What runs only when named: a mode that trades accuracy, and peers that leave rows outside segments unwritten."""
 
 WIN = {"nvidia": 1.03, "amd": 1.10, "cpu": 1.03}
 """How much faster than the best vendor kernel one of ours must be, in the same measured run, to replace it."""

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from ..kernels import flydsl, triton
+from ..kernels.flydsl.plan import ladder as flydsl_ladder
+from ..target import detect
 from . import plot, record
 from .bench import Bench, all_kernels, bench, merged, named_kernels, precompile
 from .clock import Pace
@@ -84,9 +87,10 @@ def _kernels(given: Run) -> tuple[str, ...]:
 def _ladder(given: Run, pace: Pace) -> tuple:
     if not given.ladder:
         return ()
-    from ..kernels import triton
-
-    return ladder(pick((given.ladder,))[0], triton.KERNEL, triton.LADDER, pace=pace)
+    workload, arch = pick((given.ladder,))[0], detect().arch
+    if arch in flydsl.KERNEL.archs:
+        return ladder(workload, flydsl.KERNEL, flydsl_ladder(arch), pace=pace)
+    return ladder(workload, triton.KERNEL, triton.LADDER, pace=pace)
 
 
 def _save(given: Run, found: Bench, steps: tuple) -> None:

@@ -10,12 +10,12 @@ SM86_FAMILY = frozenset({"sm_86", "sm_89", "sm_120", "sm_121"})
 CUDNN_WIDE = frozenset({"sm_90", "sm_100"})
 FLASH_DIMS = (32, 64, 96, 128, 192, 256)
 
-NO_SOFTCAP = Limit("softcap is {p.softcap}, torch's kernel has none", lambda p, t: p.softcap == 0.0, "softcap=0.0")
-NO_SINK = Limit("torch's kernel has no sink", lambda p, t: not p.has_sink, "sink=None")
+NO_SOFTCAP = Limit("softcap is {p.softcap}, this kernel has none", lambda p, t: p.softcap == 0.0, "softcap=0.0")
+NO_SINK = Limit("this kernel has no sink", lambda p, t: not p.has_sink, "sink=None")
 NO_DLSE = Limit(
-    "torch's kernel takes no gradient of the LSE", lambda p, t: not p.has_dlse, "return_lse=False", only="backward"
+    "this kernel takes no gradient of the LSE", lambda p, t: not p.has_dlse, "return_lse=False", only="backward"
 )
-NO_DELTA = Limit("torch's kernel computes its own delta", lambda p, t: not p.has_delta, "delta=None", only="backward")
+NO_DELTA = Limit("this kernel computes its own delta", lambda p, t: not p.has_delta, "delta=None", only="backward")
 NOT_DETERMINISTIC = Limit(
     "its additions to dQ have no fixed order (torch's global switch, not this call, selects another algorithm)",
     lambda p, t: not p.deterministic,
