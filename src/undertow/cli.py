@@ -157,7 +157,7 @@ def bench(
     rounds: Annotated[int, typer.Option(help="timed calls of every kernel")] = 15,
     sustained: Annotated[float, typer.Option(help="seconds back to back as well, power-limited")] = 0.0,
     jobs: Annotated[int, typer.Option(help="processes that compile first; 0 compiles on the way")] = 0,
-    ladder: Annotated[str, typer.Option(help="a shape on which to time the rungs: flydsl's on AMD, else triton's")] = "",
+    ladder: Annotated[str, typer.Option(help="a shape to time the rungs of: flydsl's on AMD, else triton's")] = "",
     commit: Annotated[str, typer.Option(help="for a tree without git: hash, or hash+dirty")] = "",
     out: Annotated[str, typer.Option(help="a folder for record.json, tables and plots")] = "",
 ) -> None:
