@@ -1,6 +1,7 @@
 """The command line: exit codes, JSON, errors as one line, and no torch where none is needed."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -18,7 +19,10 @@ def run(*args):
 
 
 def undertow(*args):
-    return subprocess.run([sys.executable, "-m", "undertow.cli", *args], capture_output=True, text=True, timeout=300)
+    """In a process of its own, where Triton compiles: the tests' own process interprets."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "undertow.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
 
 
 def test_explain_lists_every_kernel_with_numbers():
@@ -36,8 +40,8 @@ def test_explain_lists_every_kernel_with_numbers():
 
 def test_explain_says_what_lifts_a_limit():
     answer = json.loads(run("explain", "--target", "sm_90", "--json", "--seqlen", "64", "--seqlen-k", "96").output)
-    flash = next(k for k in answer["kernels"] if k["kernel"] == "sdpa_flash")
-    assert flash["status"] == "cannot run" and any("top_left" in fix for fix in flash["fixes"])
+    sdpa = next(k for k in answer["kernels"] if k["kernel"] == "sdpa_efficient")
+    assert sdpa["status"] == "cannot run" and any("top_left" in fix for fix in sdpa["fixes"])
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm_80", "sm_90", "cpu"])
@@ -100,8 +104,8 @@ def test_bench_on_a_cpu(tmp_path):
 
 
 def test_simulate_small():
-    done = run("simulate", "--kernel", "triton", "--target", "gfx942", "--qk", "64", "--v", "64", "--seqlens-q", "20,7",
-               "--heads", "2", "--kv-heads", "1", "--json")  # fmt: skip
-    assert done.exit_code == 0, done.output
-    answer = json.loads(done.output)
+    done = undertow("simulate", "--kernel", "triton", "--target", "gfx942", "--qk", "64", "--v", "64",
+                    "--seqlens-q", "20,7", "--heads", "2", "--kv-heads", "1", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
     assert answer["ok"] and all(p["ok"] for p in answer["parity"])

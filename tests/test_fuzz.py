@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support import DEVICE, NAN, call, gates, make
 
 import undertow
-from undertow.dispatch import KERNELS, explain, get
+from undertow.dispatch import BY_NAME, KERNELS, explain, get
 from undertow.instruments import inputs
 from undertow.problem import ALIGNMENTS, Band, Problem
 from undertow.target import TARGETS, detect
@@ -97,7 +97,7 @@ def test_peers_that_can_run_are_right_and_others_are_refused(problem):
 def test_explain_names_every_kernel_and_chooses_one_that_can_run(problem, arch):
     for which in ("forward", "backward"):
         verdicts = explain(problem, TARGETS[arch], which)
-        assert {v.kernel for v in verdicts} == {k.name for k in KERNELS}
+        assert {v.kernel for v in verdicts} == {k.name for k in KERNELS + BY_NAME}
         assert [v.status for v in verdicts].count("chosen") == 1 and verdicts[0].status == "chosen"
         for v in verdicts:
             reasons = get(v.kernel).unsupported(problem, TARGETS[arch], which)

@@ -348,7 +348,7 @@ DENSE_FAULTS = [
     ({"kw": {"softcap": -2.0}}, "softcap is -2.0, wanted a finite number >= 0"),
     ({"kw": {"softmax_scale": float("nan")}}, "softmax_scale is nan, wanted a finite number"),
     ({"kw": {"causal_align": "left"}}, "causal_align is 'left', wanted one of"),
-    ({"kw": {"kernel": "magic"}}, "kernel is 'magic', wanted one of triton, torch_tiled"),
+    ({"kw": {"kernel": "magic"}}, "kernel is 'magic', wanted one of aiter_asm, triton, flydsl, torch_tiled"),
     ({"kw": {"sink": torch.zeros(3, device=DEVICE)}}, r"sink has shape \(3,\), wanted \(4,\)"),
     ({"kw": {"sink": torch.zeros(4, dtype=torch.int32, device=DEVICE)}}, "sink has dtype torch.int32, wanted"),
 ]
