@@ -36,7 +36,7 @@ measure-cpu: $(STAMP)
 	$(BIN)/python tools/measure_cpu.py
 
 verify-gpu: $(STAMP)
-	$(BIN)/undertow verify --device cuda --kernel triton --out verify_gpu.json
+	$(BIN)/undertow verify all --device cuda --kernel triton --out verify_gpu.json
 
 support-table: $(STAMP)
 	$(BIN)/python tools/support_table.py README.md

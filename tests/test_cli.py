@@ -93,6 +93,43 @@ def test_verify_red_is_exit_code_1(monkeypatch):
 def test_verify_unknown_workload_is_named():
     done = undertow("verify", "--only", "nonsense")
     assert done.returncode == 2 and "nonsense" in done.stderr and "mla-packed" in done.stderr
+    done = undertow("verify", "nonsense")
+    assert done.returncode == 2 and "nonsense" in done.stderr and "short-docs-64" in done.stderr
+
+
+def test_verify_json_carries_the_geometry():
+    done = run("verify", "outlier-rows", "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    content = json.loads(done.stdout)
+    assert [r["workload"] for r in content["results"]] == ["outliers"]
+    assert "block_m=" in content["results"][0]["geometry"]
+
+
+def test_verify_proves_our_own_kernel_by_default(monkeypatch):
+    from undertow import dispatch
+    from undertow.problem import Problem
+    from undertow.target import TARGETS
+
+    problem = Problem.dense(1, 64, 64, nheads_q=1, nheads_kv=1, head_dim_qk=64, head_dim_v=64, dtype="fp32")
+    for target in TARGETS.values():
+        assert not dispatch.ours(problem, target).vendor
+
+
+def test_named_workloads_are_those_of_the_help():
+    from undertow.instruments.workloads import named
+
+    sets = named()
+    assert sum(sets["mla-varlen-13"][0].problem.seqlens_q) == 32768
+    assert {w.runs for w in sets["deterministic"]} == {30}
+    assert all(w.problem.deterministic for w in sets["deterministic"])
+    assert len(sets["odd-dims"]) == 6 and len(sets["short-docs-64"][0].problem.seqlens_q) == 64
+    decode = sets["decode-like"][0].problem
+    assert decode.max_seqlen_q * 100 < decode.max_seqlen_k
+
+
+def test_info_names_versions_and_kernels():
+    facts = json.loads(run("info", "--json").output)
+    assert facts["versions"]["torch"] and "triton" in facts["kernels"] and facts["target"]["arch"]
 
 
 def test_bench_on_a_cpu(tmp_path):

@@ -72,39 +72,88 @@ def _show(renderable: Any) -> None:
 
 @app.command()
 def verify(
-    kernel: KernelName = "",
+    names: Annotated[list[str] | None, typer.Argument(help="workloads, or all; default: smoke mla-varlen-13")] = None,
+    kernel: Annotated[str, typer.Option(help="one kernel by name; default: the best of ours")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda[:n]; default: the best there is")] = "",
     scale: Annotated[int, typer.Option(help="multiplies lengths; default 1 on a CPU, 8 on a GPU")] = 0,
-    only: Annotated[str, typer.Option(help="workloads by name, by comma")] = "",
+    only: Annotated[str, typer.Option(help="of the workloads' cases only these, by comma")] = "",
     out: Annotated[str, typer.Option(help="also write a JSON record here")] = "",
+    as_json: Json = False,
 ) -> None:
     """Run real workloads and prove every gradient against the fp64 reference; exit 1 when one is red."""
     import torch
+    from rich.progress import Progress
 
-    from .dispatch import select
+    from .dispatch import get, ours
     from .instruments.verify import Verified, verify
-    from .instruments.workloads import verify_workloads
     from .target import detect
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    workloads = verify_workloads(scale or (8 if device.type == "cuda" else 1))
-    unknown = set(filter(None, only.split(","))) - {w.name for w in workloads}
-    if unknown:
-        raise ValueError(f"only has {', '.join(sorted(unknown))}, wanted of {', '.join(w.name for w in workloads)}")
-    results = []
-    for workload in workloads:
-        if only and workload.name not in only.split(","):
-            continue
-        chosen = kernel or select(workload.problem, detect(device)).name
-        start = time.perf_counter()
-        parity = verify(workload, device, kernel or None)
-        results.append(Verified(workload.name, workload.about, chosen, tuple(parity), time.perf_counter() - start))
-        typer.echo(results[-1].line())
-    _show(Verified.table(results, device))
+    target, results = detect(device), []
+    with Progress(transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
+        for workload in progress.track(_cases(names, scale or (8 if device.type == "cuda" else 1), only)):
+            chosen = get(kernel) if kernel else ours(workload.problem, target)
+            geometry = chosen.config(workload.problem, target, "backward").echo()
+            start = time.perf_counter()
+            parity = tuple(verify(workload, device, chosen.name))
+            took = time.perf_counter() - start
+            results.append(Verified(workload.name, workload.about, chosen.name, geometry, parity, took))
+            typer.echo(results[-1].line(), err=as_json)
+    if as_json:
+        typer.echo(json.dumps(Verified.record(results, device)))
+    else:
+        _show(Verified.table(results, device))
     if out:
         Path(out).write_text(json.dumps(Verified.record(results, device), indent=1))
     if not all(r.ok for r in results):
         raise typer.Exit(1)
+
+
+def _cases(names: list[str] | None, scale: int, only: str) -> list[Any]:
+    from .instruments.workloads import named
+
+    known = named(scale)
+    wanted = list(known) if names == ["all"] else names or ["smoke", "mla-varlen-13"]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"workload is {name!r}, wanted all or some of {', '.join(known)}")
+    cases = list({case.name: case for name in wanted for case in known[name]}.values())
+    chosen = [case for case in cases if not only or case.name in only.split(",")]
+    unknown = set(filter(None, only.split(","))) - {case.name for case in cases}
+    if unknown:
+        raise ValueError(f"only has {', '.join(sorted(unknown))}, wanted of {', '.join(c.name for c in cases)}")
+    return chosen
+
+
+@app.command()
+def info(as_json: Json = False) -> None:
+    """This machine as undertow sees it: device, versions, kernels, measured records."""
+    from importlib import metadata
+    from importlib.util import find_spec
+
+    from .dispatch import BY_NAME, KERNELS, records
+    from .target import detect
+
+    target = detect()
+    packages = ("undertow", "torch", "triton", "numpy", "flydsl", "nvidia-cudnn-frontend", "flash-attn", "amd-aiter")
+    known = {d.metadata["Name"].lower(): d.version for d in metadata.distributions() if d.metadata["Name"]}
+    facts = {
+        "target": asdict(target),
+        "versions": {name: known.get(name, "not installed") for name in packages},
+        "simulator": "needs nothing but numpy; code objects " + ("yes" if find_spec("tinygrad") else "need tinygrad"),
+        "kernels": {k.name: k.about for k in KERNELS + BY_NAME},
+        "records": sum(r["arch"] == target.arch for r in records()),
+    }
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    for name, value in facts.items():
+        lines = [f"{k}: {v}" for k, v in value.items()] if isinstance(value, dict) else [str(value)]
+        table.add_row(name, "\n".join(lines))
+    _show(table)
 
 
 @app.command()

@@ -72,6 +72,14 @@ def select(problem: Problem, target: Target, which: str = "backward", kernel: st
     return runnable[0] if len(runnable) == 1 else _best(problem, target, which, runnable)
 
 
+def ours(problem: Problem, target: Target, which: str = "backward") -> Kernel:
+    """The best kernel of our own for a problem, by measured records; what `undertow verify` proves by default."""
+    runnable = [k for k in KERNELS if not k.vendor and not k.unsupported(problem, target, which)]
+    if not runnable:
+        raise NotImplementedError(f"no kernel of ours can run the {which} of {problem} on {target.arch}")
+    return _best(problem, target, which, runnable)
+
+
 def explain(problem: Problem, target: Target, which: str = "backward") -> tuple[Verdict, ...]:
     """One verdict a kernel, the chosen first, then the runnable, then the rest with what would lift their limits."""
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 
@@ -344,7 +344,7 @@ def _row(
     if built is None:
         return Row(**about, config="")
     return Row(
-        **about, config=describe(built.config), workspace=built.workspace, extra_bytes=built.extra_bytes,
+        **about, config=built.config.echo(), workspace=built.workspace, extra_bytes=built.extra_bytes,
         bitwise=built.bitwise, parity=built.parity, launches=built.seen.launches[:8],
         adapter_ms=built.seen.adapter_us / 1e3 if kernel.vendor else 0.0,
     )  # fmt: skip
@@ -369,14 +369,6 @@ def useful_flops(problem: Problem, which: str) -> int:
     """FLOPs that the mathematics needs, whatever a kernel executes."""
     forward, backward = cost.forward_flops(problem), cost.backward_flops(problem)
     return {"forward": forward, "backward": backward, "both": forward + backward}[which]
-
-
-def describe(config: Config) -> str:
-    """A config in one line, stages in brackets."""
-    fields = {n: v for n, v in asdict(config).items() if n != "switches"}
-    parts = [f"{n}={v}" for n, v in fields.items()]
-    parts += [f"{n}=({describe(v)})" if isinstance(v, Config) else f"{n}={v}" for n, v in config.switches]
-    return " ".join(parts)
 
 
 # ---- helpers

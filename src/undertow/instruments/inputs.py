@@ -15,7 +15,8 @@ def make(
 ) -> dict[str, Tensor | None]:
     """q, k, v, dout, and sink, dlse, cu_seqlens where the problem has them; absent inputs are None.
 
-    Standard normal; with `outliers` two columns of q and k are 20 times larger, as trained models have them.
+    Standard normal; with `outliers` two columns of q and k are 20 times larger, every 17th row of dout 30 times, as
+    trained models have them.
     """
     generator = torch.Generator().manual_seed(seed)
     expected = shapes(problem)
@@ -27,6 +28,8 @@ def make(
     if outliers:
         for n in ("q", "k"):
             tensors[n][..., :2] *= 20
+        rows = "shd".index("s") if problem.is_packed else problem.layout.index("s")
+        tensors["dout"].movedim(rows, 0)[::17] *= 30
     tensors["sink"] = normal("sink", torch.float32) if problem.has_sink else None
     tensors["dlse"] = normal("dlse", torch.float32) if problem.has_dlse else None
     tensors["delta"] = None

@@ -5,20 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..problem import Band, Problem
-from .workloads import CAUSAL, Workload
+from .workloads import CAUSAL, MLA_VARLEN_13, Workload, short_documents
 
 DOCUMENTS = (4096, 3000, 2500, 2048, 1700, 1400, 1000, 640)
-LADDER_DOCUMENTS = (1471, 3638, 3495, 3624, 774, 3633, 3387, 472, 3127, 3204, 3264, 1846, 833)
-TOKENS = 16384
 ODD_DIMS = (40, 48, 72, 80, 112)
 DETERMINISTIC = "det"
 """The suffix of a shape's deterministic twin: S1 is `S1`, its twin `S1-det`."""
-
-
-def short_documents(count: int = 64, total: int = TOKENS) -> tuple[int, ...]:
-    """Lengths of X2: document i has 64 + (157 i) mod 385 tokens, and the last takes what is left of `total`."""
-    lengths = [64 + (157 * i) % 385 for i in range(count - 1)]
-    return (*lengths, total - sum(lengths))
 
 
 def _dims(qk: int, v: int | None = None) -> dict[str, int]:
@@ -53,7 +45,7 @@ def _base() -> tuple[Workload, ...]:
     for dim in ODD_DIMS:
         named[f"d{dim}"] = (f"MHA, d {dim}", _dense(4, 4096, (16, 16), _dims(dim)))
     named["d256-128"] = ("MHA, 256/128", _dense(4, 4096, (16, 16), _dims(256, 128)))
-    named["mla-varlen-13"] = ("the AMD ladder's 13 documents", _packed(LADDER_DOCUMENTS, (2, 2), mla))
+    named["mla-varlen-13"] = ("the AMD ladder's 13 documents", _packed(MLA_VARLEN_13, (2, 2), mla))
     return tuple(Workload(name, about, problem) for name, (about, problem) in named.items())
 
 

@@ -45,11 +45,12 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A workload's verdict: which kernel ran its backward, parity of every tensor, seconds with the reference."""
+    """A workload's verdict: its backward's kernel and resolved geometry, parity, seconds with the reference."""
 
     workload: str
     about: str
     kernel: str
+    geometry: str
     parity: tuple[Parity, ...]
     seconds: float
 
@@ -94,7 +95,7 @@ def verify(
 ) -> list[Parity]:
     """Run forward and backward in checked mode (poisoned, fenced) and compare out, lse, dq, dk, dv (dsink).
 
-    A deterministic problem is run three times and must give the same bits.
+    A deterministic problem is run `workload.runs` times and must give the same bits.
     """
     problem = workload.problem
     tensors = inputs.make(problem, device, seed=seed, outliers=workload.outliers)
@@ -103,7 +104,7 @@ def verify(
     got = run(problem, tensors, kernel)
     results = compare(problem, tensors, got)
     if problem.deterministic:
-        again = [run(problem, tensors, kernel) for _ in range(2)]
+        again = (run(problem, tensors, kernel) for _ in range(workload.runs - 1))
         same = all(torch.equal(got[n], other[n]) for other in again for n in ("dq", "dk", "dv"))
         results.append(Parity("bits", 1.0, 0.0, 0.0, 0, same, "" if same else "gradients differ between runs"))
     return results

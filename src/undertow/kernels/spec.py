@@ -51,6 +51,13 @@ class Config:
     num_stages: int = 1
     switches: tuple[tuple[str, Any], ...] = ()
 
+    def echo(self) -> str:
+        """The resolved geometry in one line, stages in brackets."""
+        own = {n: getattr(self, n) for n in ("block_m", "block_n", "num_warps", "num_stages")}
+        parts = [f"{n}={v}" for n, v in own.items()]
+        parts += [f"{n}=({v.echo()})" if isinstance(v, Config) else f"{n}={v}" for n, v in self.switches]
+        return " ".join(parts)
+
     def switch(self, name: str, default: Any = None) -> Any:
         """The value of a kernel's own switch."""
         return dict(self.switches).get(name, default)
