@@ -97,6 +97,11 @@ def test_verify_unknown_workload_is_named():
     assert done.returncode == 2 and "nonsense" in done.stderr and "short-docs-64" in done.stderr
 
 
+def test_verify_says_what_a_named_kernel_cannot_run():
+    done = run("verify", "--device", "cpu", "--kernel", "sdpa_cpu_flash", "--only", "mla")
+    assert done.exit_code == 1 and "not run mla: head_dim_qk 192 != head_dim_v 128" in done.output
+
+
 def test_verify_json_carries_the_geometry():
     done = run("verify", "outlier-rows", "--device", "cpu", "--json")
     assert done.exit_code == 0, done.output
