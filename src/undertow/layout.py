@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from .problem import Problem
 
 AXES = {"bshd": "bshd", "sbhd": "sbhd", "bhsd": "bhsd", "thd": "shd"}
-DENSE_LSE_AXES = {"bhs": "bhs", "bsh": "bsh"}
-PACKED_LSE_AXES = {"ht": "hs", "th": "sh", "bhs": "bhs"}
 
 
 class View(NamedTuple):
