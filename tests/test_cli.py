@@ -71,8 +71,8 @@ def test_verify_one_workload_and_its_record(tmp_path):
     assert done.exit_code == 0, done.output
     assert "1 of 1 workloads green" in done.output
     content = json.loads(record.read_text())
-    assert {p["tensor"] for p in content["results"][0]["parity"]} == {"out", "lse", "dq", "dk", "dv"}
-    assert content["versions"]["torch"]
+    assert {p["tensor"] for p in content["results"][0]["parity"]} == {"out", "lse", "delta", "dq", "dk", "dv"}
+    assert content["versions"]["torch"] and content["commit"] and content["date"]
 
 
 def test_verify_red_is_exit_code_1(monkeypatch):

@@ -9,7 +9,8 @@ from undertow import dispatch
 from undertow.dispatch import get
 from undertow.instruments import inputs
 from undertow.instruments.verify import verify
-from undertow.instruments.workloads import verify_workloads
+from undertow.instruments.workloads import Workload, verify_workloads
+from undertow.kernels.triton import host
 from undertow.problem import Band, Problem
 from undertow.target import detect
 
@@ -24,6 +25,21 @@ WORKLOADS = {w.name: w for w in verify_workloads(scale=8)}
 def test_workloads_are_green(name):
     faults = red(verify(WORKLOADS[name], GPU, "triton"))
     assert not faults, faults
+
+
+@pytest.mark.parametrize("name, value", [("num_warps", 8), ("num_stages", 1), ("TMA", False)])
+def test_geometry_that_is_not_the_tables_is_red(name, value, monkeypatch):
+    """The launch asks the compiler for something else than what the config says."""
+    honest = host._meta
+
+    def other(problem, stage, tensors):
+        return honest(problem, stage, tensors) | ({name: value} if stage.switch("tma") else {})
+
+    workload = Workload("test", "", Problem.dense(1, 300, 300, band=CAUSAL, **D64))
+    assert red(verify(workload, GPU, "triton")) == []
+    monkeypatch.setattr(host, "_meta", other)
+    faults = red(verify(workload, GPU, "triton"))
+    assert len(faults) == 1 and f"dq has {name} {value}, wanted " in faults[0], faults
 
 
 def arguments(problem, tensors):

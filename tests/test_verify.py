@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import CAUSAL, call, gates, make, prove, red
+from support import CAUSAL, DEVICE, OURS, call, gates, make, prove, red
 
 from undertow import reference
 from undertow.instruments import inputs
@@ -12,6 +12,7 @@ from undertow.instruments.verify import compare, verify
 from undertow.instruments.workloads import Workload, verify_workloads
 from undertow.kernels.alloc import DTYPE
 from undertow.problem import Band, Problem
+from undertow.target import TARGETS
 
 BASE = {"nheads_q": 4, "nheads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64, "band": Band(20, 0)}
 LENGTHS = (50, 1, 32, 0, 70)  # rows 0-49, 50, 51-82, 83-152
@@ -145,6 +146,55 @@ def test_delta_of_the_wrong_head_or_stride_is_red(right):
         used = emulated(problem, tensors, out=out)
         found = judged(right, **{n: used[n] for n in ("dq", "dk", "dv")})
         assert set(found) == {"dq", "dk"}
+
+
+def test_a_wrong_d_in_the_scratch_is_red():
+    """Of the wrong head, without dLSE, one row lost, NaN; what rows that see no key hold is nobody's business."""
+    problem = Problem.packed((6, 70, 9), (4, 70, 9), has_dlse=True, **BASE)
+    tensors = make(problem)
+    got = emulated(problem, tensors)
+    exact = reference.attention(problem, tensors | {"out": got["out"]}).delta
+    case, right_d = (problem, tensors, got), exact.float()
+    assert judged(case, delta=right_d) == {}
+    dead, lost, broken = right_d.clone(), right_d.clone(), right_d.clone()
+    dead[:, :2], lost[2, 40], broken[3, 80] = float("nan"), 0.0, float("nan")
+    assert judged(case, delta=dead) == {}
+    assert judged(case, delta=lost) == {"delta": "head 2, row 40"}
+    assert judged(case, delta=broken) == {"delta": "head 3, row 80"}
+    for wrong_d in (right_d.roll(1, 0), right_d + tensors["dlse"], right_d * 1.001):
+        assert set(judged(case, delta=wrong_d)) == {"delta"}
+
+
+@pytest.mark.parametrize("kernel", OURS)
+def test_d_is_read_from_the_scratch_of_the_call(kernel):
+    workload = Workload("test", "", Problem.packed((20, 9), has_dlse=True, **BASE))
+    assert [p.ok for p in verify(workload, DEVICE, kernel) if p.tensor == "delta"] == [True]
+
+
+def test_a_kernel_whose_d_is_wrong_is_red(monkeypatch):
+    from undertow.kernels import watch
+
+    honest = watch.used
+    monkeypatch.setattr(watch, "used", lambda scratch: honest(scratch | {"delta": scratch["delta"].roll(1, 0)}))
+    workload = Workload("test", "", Problem.packed((20, 9), **BASE))
+    assert [p.tensor for p in verify(workload, DEVICE, "torch_tiled") if not p.ok] == ["delta"]
+
+
+def test_geometry_that_differs_from_the_config_is_red(monkeypatch):
+    """The gate's wiring; what it compares is in test_geometry."""
+    from undertow.instruments import verify as module
+    from undertow.kernels.spec import Built
+    from undertow.kernels.torch_tiled import KERNEL
+
+    def other(problem, config, launches):
+        return Built({"dq": {"num_warps": 4}}, ("dq has num_warps 4, wanted 8",))
+
+    gpu = replace(TARGETS["sm_90"], num_cus=2)
+    monkeypatch.setattr(module, "detect", lambda device: gpu)
+    monkeypatch.setattr(module.dispatch, "select", lambda *args: replace(KERNEL, built=other))
+    done = module.prove(Workload("test", "", Problem.packed((20, 9), **BASE)), DEVICE, "torch_tiled")
+    assert not done.ok and done.compiled == {"dq": {"num_warps": 4}}
+    assert "geometry dq has num_warps 4, wanted 8" in done.line()
 
 
 def test_dq_right_only_for_the_first_segment_is_red(right):

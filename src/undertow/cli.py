@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,6 +77,7 @@ def verify(
     scale: Annotated[int, typer.Option(help="multiplies lengths; default 1 on a CPU, 8 on a GPU")] = 0,
     only: Annotated[str, typer.Option(help="of the workloads' cases only these, by comma")] = "",
     out: Annotated[str, typer.Option(help="also write a JSON record here")] = "",
+    commit: Annotated[str, typer.Option(help="for a tree without git: hash, or hash+dirty")] = "",
     as_json: Json = False,
 ) -> None:
     """Run real workloads and prove every gradient against the fp64 reference; exit 1 when one is red, or none ran.
@@ -88,29 +88,29 @@ def verify(
     from rich.progress import Progress
 
     from .dispatch import get, ours
-    from .instruments.verify import Verified, verify
+    from .instruments import record
+    from .instruments.verify import Verified, prove
     from .target import detect
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    target, results = detect(device), []
+    target, results, scale = detect(device), [], scale or (8 if device.type == "cuda" else 1)
     with Progress(transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
-        for workload in progress.track(_cases(names, scale or (8 if device.type == "cuda" else 1), only)):
+        for workload in progress.track(_cases(names, scale, only)):
             chosen = get(kernel) if kernel else ours(workload.problem, target)
             if reasons := chosen.unsupported(workload.problem, target):
                 typer.echo(f"not run {workload.name}: {'; '.join(reasons)}", err=as_json)
                 continue
-            geometry = chosen.config(workload.problem, target, "backward").echo()
-            start = time.perf_counter()
-            parity = tuple(verify(workload, device, chosen.name))
-            took = time.perf_counter() - start
-            results.append(Verified(workload.name, workload.about, chosen.name, geometry, parity, took))
+            results.append(prove(workload, device, chosen.name))
             typer.echo(results[-1].line(), err=as_json)
+    took = "wall clock of a workload with its reference and what was not in the compiler's cache"
+    how = f"undertow {' '.join(sys.argv[1:])}; lengths x{scale}; seconds: {took}"
+    content = record.verified(results, how, device, commit or None)
     if as_json:
-        typer.echo(json.dumps(Verified.record(results, device)))
+        typer.echo(json.dumps(content))
     else:
         _show(Verified.table(results, device))
     if out:
-        Path(out).write_text(json.dumps(Verified.record(results, device), indent=1))
+        record.write(content, out)
     if not results or not all(r.ok for r in results):
         raise typer.Exit(1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import dispatch
 from .env import settings
-from .kernels import alloc
+from .kernels import alloc, watch
 from .layout import AXES, shapes
 from .problem import Band, Problem
 from .target import Target, detect
@@ -360,6 +360,7 @@ def _run_backward(
     chosen.backward(problem, config, _addressable(work, problem.layout), scratch)
     if fence is not None:
         fence.check()
+        watch.used(scratch)
     for n, given in outs.items():
         if given is not work[n]:
             given.copy_(work[n])

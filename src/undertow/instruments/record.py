@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ..problem import Band, Problem
-from ..target import Target
+from ..target import Target, detect
 from .bench import Bench, Row
 from .clock import Pace
 from .ladder import Step
-from .verify import Parity
+from .verify import Parity, Verified
 
 PACKAGES = ("triton", "nvidia-cudnn-frontend", "flash-attn", "flash-attn-4", "amd-aiter", "flydsl")
 QUOTED = "peers_quoted.json"
@@ -44,11 +44,21 @@ class Provenance:
 def provenance(bench: Bench, device: torch.device | str | None = None, commit: str | None = None) -> Provenance:
     """Of a run that just ended here. `commit` is for a tree without git: "hash" or "hash+dirty"."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return _taken(bench.target.arch, how(bench, device), device, commit)
+
+
+def verified(results: list[Verified], how: str, device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """The record of a `verify` that just ended here; `commit` as in `provenance`."""
+    source = _taken(detect(device).arch, how, device, commit)
+    return {"kind": "verified", **asdict(source), "results": [asdict(r) for r in results]}
+
+
+def _taken(arch: str, method: str, device: torch.device, commit: str | None) -> Provenance:
     found, dirty = _git() if commit is None else (commit.removesuffix("+dirty"), commit.endswith("+dirty"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return Provenance(
-        bench.target.arch, name, _driver(device), _versions(device), found, dirty,
-        datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), how(bench, device),
+        arch, name, _driver(device), _versions(device), found, dirty,
+        datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), method,
     )  # fmt: skip
 
 
@@ -63,13 +73,18 @@ def how(bench: Bench, device: torch.device) -> str:
 
 
 def save(bench: Bench, source: Provenance, path: Path | str, steps: tuple[Step, ...] = ()) -> dict[str, Any]:
-    """Write the record as JSON and return it. Refused and impossible rows are kept, with their reasons."""
+    """Write the bench's record as JSON and return it. Refused and impossible rows are kept, with their reasons."""
     content = {"kind": MEASURED_KIND, **asdict(source), "dispatch": dispatch_entries(bench), **asdict(bench)}
     if steps:
         content["ladder"] = [asdict(step) for step in steps]
+    write(content, path)
+    return content
+
+
+def write(content: dict[str, Any], path: Path | str) -> None:
+    """Write a record as JSON: one line a field, and one a row of a list, so that a difference can be read."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(_json(content))
-    return content
 
 
 def load(path: Path | str) -> tuple[Bench, Provenance]:
@@ -106,7 +121,6 @@ def dispatch_entries(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _json(content: dict[str, Any]) -> str:
-    """One line a field, and one a row of a list, so that a difference of two records can be read."""
     fields = []
     for name, value in content.items():
         lines = [json.dumps(v) for v in value] if isinstance(value, list | tuple) else []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from importlib import metadata
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import dispatch, reference
 from ..env import checked
+from ..kernels import watch
 from ..kernels.alloc import DTYPE
 from ..ops import attention, attention_backward, attention_varlen, attention_varlen_backward
 from ..problem import Problem
+from ..target import detect
 from . import inputs
 from .workloads import Workload
 
@@ -45,7 +48,10 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A workload's verdict: its backward's kernel and resolved geometry, parity, seconds with the reference."""
+    """A workload's verdict: its backward's kernel and resolved geometry, parity, seconds with the reference.
+
+    `compiled` holds, by stage, the figures of what was compiled and launched on a GPU.
+    """
 
     workload: str
     about: str
@@ -53,6 +59,7 @@ class Verified:
     geometry: str
     parity: tuple[Parity, ...]
     seconds: float
+    compiled: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -74,7 +81,7 @@ class Verified:
         for name in ("workload", "kernel", "worst cosine", "worst rms", "worst max", "red rows", "verdict", ""):
             table.add_column(name, justify="right" if name.startswith(("worst", "red")) else "left")
         for r in results:
-            compared = [p for p in r.parity if p.tensor not in ("lse", "bits", "dsink")]
+            compared = [p for p in r.parity if p.tensor in ("out", "dq", "dk", "dv")]
             figures = (
                 f"{min(p.cosine for p in compared):.6f}", f"{max(p.rms for p in compared):.1e}",
                 f"{max(p.max_err for p in compared):.1e}", str(sum(p.rows for p in r.parity)),
@@ -82,32 +89,41 @@ class Verified:
             table.add_row(r.workload, r.kernel, *figures, "green" if r.ok else "RED", r.about)
         return table
 
-    @staticmethod
-    def record(results: list[Verified], device: torch.device) -> dict:
-        """What a JSON record holds: device, versions, and every verdict."""
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        versions = {"torch": torch.__version__, "triton": metadata.version("triton")}
-        return {"device": name, "versions": versions, "results": [asdict(r) for r in results]}
-
 
 def verify(
     workload: Workload, device: torch.device | str = "cpu", kernel: str | None = None, seed: int = 0
 ) -> list[Parity]:
-    """Run forward and backward in checked mode (poisoned, fenced) and compare out, lse, dq, dk, dv (dsink).
+    """The gates of `prove`."""
+    return list(prove(workload, device, kernel, seed).parity)
 
-    A deterministic problem is run `workload.runs` times and must give the same bits.
+
+def prove(
+    workload: Workload, device: torch.device | str = "cpu", kernel: str | None = None, seed: int = 0
+) -> Verified:
+    """Run forward and backward in checked mode (poisoned, fenced) and compare out, lse, delta, dq, dk, dv (dsink).
+
+    D is compared where the kernel has it in its scratch; on a GPU, what was compiled with the resolved config, where
+    the kernel can say. A deterministic problem is run `workload.runs` times and must give the same bits.
     """
-    problem = workload.problem
+    start, problem, target = time.perf_counter(), workload.problem, detect(device)
+    chosen = dispatch.select(problem, target, "backward", kernel)
     tensors = inputs.make(problem, device, seed=seed, outliers=workload.outliers)
     if workload.gap:
         tensors = inputs.with_gaps(problem, tensors, workload.gap, fill=float("nan"))
-    got = run(problem, tensors, kernel)
-    results = compare(problem, tensors, got)
+    with watch.watch() as seen:
+        got = run(problem, tensors, chosen.name)
+    results = compare(problem, tensors, got | {n: seen.scratch[n] for n in ("delta",) if n in seen.scratch})
+    config, compiled = chosen.config(problem, target, "backward"), {}
+    if chosen.built is not None and target.arch != "cpu":
+        built = chosen.built(problem, config, seen.launches)
+        compiled, wrong = built.stages, built.differences
+        results.append(Parity("geometry", 1.0, 0.0, 0.0, 0, not wrong, "; ".join(wrong)))
     if problem.deterministic:
-        again = (run(problem, tensors, kernel) for _ in range(workload.runs - 1))
+        again = (run(problem, tensors, chosen.name) for _ in range(workload.runs - 1))
         same = all(torch.equal(got[n], other[n]) for other in again for n in ("dq", "dk", "dv"))
         results.append(Parity("bits", 1.0, 0.0, 0.0, 0, same, "" if same else "gradients differ between runs"))
-    return results
+    took = time.perf_counter() - start
+    return Verified(workload.name, workload.about, chosen.name, config.echo(), tuple(results), took, compiled)
 
 
 def run(problem: Problem, tensors: dict[str, Tensor | None], kernel: str | None = None) -> dict[str, Tensor]:
@@ -138,6 +154,8 @@ def compare(problem: Problem, tensors: dict[str, Tensor | None], got: dict[str, 
     live = _live_rows(problem, tensors, got)
     noise = _noise(problem, real)
     results = [_lse(problem, exact.lse, reference.to_ht(got["lse"]), live["lse"])]
+    if "delta" in got:
+        results.append(_delta(problem, real, exact, got, live["lse"]))
     for name in ("out", "dq", "dk", "dv"):
         mine = reference.to_thd(got[name], problem.layout).to(exact.dq.dtype)
         case = _Case(name, problem, getattr(exact, name), getattr(plain, name).to(mine.dtype), noise[name])
@@ -221,6 +239,20 @@ def _lse(problem: Problem, exact: Tensor, mine: Tensor, live: Tensor) -> Parity:
         bad |= ~live & (mine != -torch.inf)
     largest = float(error.max()) if error.numel() else 0.0
     return Parity("lse", 1.0, 0.0, largest, int(bad.sum()), not bool(bad.any()))
+
+
+def _delta(
+    problem: Problem, tensors: dict[str, Tensor | None], exact: reference.Stages, got: dict[str, Tensor], live: Tensor
+) -> Parity:
+    """D is fp32 whatever the inputs: within the rounding of its terms, in every row that sees a key."""
+    dout, out = (reference.to_thd(x, problem.layout).double() for x in (tensors["dout"], got["out"]))
+    terms = (dout * out).abs().sum(-1).t()
+    if tensors["dlse"] is not None:
+        terms = terms + reference.to_ht(tensors["dlse"]).abs()
+    error = torch.where(live, (reference.to_ht(got["delta"]) - exact.delta).abs(), 0.0)
+    bad = ~(error <= FP32_ERR * terms) & live
+    where = "head {}, row {}".format(*bad.nonzero()[0].tolist()) if bad.any() else ""
+    return Parity("delta", 1.0, 0.0, float(error.max()) if error.numel() else 0.0, int(bad.sum()), not where, where)
 
 
 def _vector(name: str, exact: Tensor, mine: Tensor) -> Parity:

@@ -64,12 +64,22 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
+class Built:
+    """What was compiled for a call's launches: its figures by stage, and where they differ from the config."""
+
+    stages: dict[str, dict[str, Any]]
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """An attention kernel as the rest of the library sees it.
 
     `forward(problem, config, tensors)` fills out and lse; `backward(problem, config, tensors, scratch)` fills dq, dk,
     dv (and dsink). Either may be None. `archs` empty means any. `executed_dims` gives the head dims the kernel really
     multiplies, from which the padding tax follows; `gemms` how many products over (qk, v) dims a backward does.
+    `built(problem, config, launches)` compares what was compiled for the launches of a forward and backward, as
+    `watch` saw them, with the config; None where a kernel compiles nothing or cannot say.
     """
 
     name: str
@@ -83,6 +93,7 @@ class Kernel:
     executed_dims: Callable[[Problem], tuple[int, int]] = field(default=lambda p: (p.head_dim_qk, p.head_dim_v))
     gemms: Callable[[Problem, Target], tuple[int, int]] = field(default=lambda p, t: (3, 2))
     vendor: bool = False
+    built: Callable[[Problem, Config, list[tuple[str, Any]]], Built] | None = None
 
     def failing(self, problem: Problem, target: Target, which: str = "backward") -> tuple[Limit, ...]:
         """Every limit this problem breaks in the pass `which`; empty when the kernel can run."""

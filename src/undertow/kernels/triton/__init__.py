@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...problem import Problem
 from ...target import Target
 from ...workspace import Buffer, WorkspacePlan, delta_buffer, dq_acc_buffer, dsink_rows_buffer
-from ..spec import Config, Kernel, Limit, Tensors
+from ..spec import Built, Config, Kernel, Limit, Tensors
 from .configs import (
     LADDER,
     SMALLEST,
@@ -82,6 +84,12 @@ def _backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tenso
     backward(problem, config, tensors, scratch)
 
 
+def _built(problem: Problem, config: Config, launches: list[tuple[str, Any]]) -> Built:
+    from .geometry import built
+
+    return built(problem, config, launches)
+
+
 KERNEL = Kernel(
     name="triton",
     about="portable Triton: two kernels of seven GEMMs (deterministic), or one fused of five with fp32 atomics",
@@ -93,6 +101,7 @@ KERNEL = Kernel(
     backward=_backward,
     executed_dims=executed_dims,
     gemms=lambda p, t: (3, 2) if fused(p, t) else (4, 3),
+    built=_built,
 )
 
 __all__ = ["KERNEL", "LADDER", "config", "plan_workspace", "shared_bytes"]

@@ -92,13 +92,15 @@ def executed_dims(problem: Problem) -> tuple[int, int]:
 def shared_bytes(problem: Problem, config: Config, stage: str, *, fused: bool) -> int:
     """Shared memory of one program in bytes, from above: the rows it owns, the staged rows of the other side, barriers.
 
-    Checked against the compiler's figure by a test. The fused plan also turns dS around in shared memory.
+    Checked against the compiler's figure by a test and by verify. The dk/dv kernel also stages LSE and D of its rows;
+    the fused plan, and fp32 without tensor cores, turn P and dS around in shared memory.
     """
     qk, v = executed_dims(problem)
     item, m, n = DTYPES[problem.dtype], config.block_m, config.block_n
     own, streamed = (n * (qk + v), m) if stage == "dkdv" else (m * qk, n) if stage == "forward" else (m * (qk + v), n)
-    turned = 2 * m * n if stage == "dkdv" and fused else 0
-    return (own + streamed * config.num_stages * (qk + v) + turned) * item + 1024
+    turned = 2 * m * n if stage == "dkdv" and (fused or problem.dtype == "fp32") else 0
+    scalars = 8 * m * config.num_stages if stage == "dkdv" else 0
+    return (own + streamed * config.num_stages * (qk + v) + turned) * item + scalars + 1024
 
 
 def feasible(problem: Problem, config: Config, target: Target, stage: str) -> bool:

@@ -17,7 +17,7 @@ from ...cost import split_dim
 from ...env import settings
 from ...layout import AXES, View, lse_axes, view
 from ...problem import Problem
-from .. import alloc
+from .. import alloc, watch
 from ..spec import Config, Tensors
 from .backward_device import dkdv_kernel, dq_kernel
 from .chunks_device import Blocks, Seqs, Window
@@ -198,6 +198,7 @@ def _run(launches: Iterator[Launch], tensor: torch.Tensor, descriptors: torch.Te
         try:
             for launch in launches:
                 if launch.programs:
-                    launch.kernel[(launch.programs,)](*launch.args, **launch.meta)
+                    compiled = launch.kernel[(launch.programs,)](*launch.args, **launch.meta)
+                    watch.launched(launch.stage, compiled)
         finally:
             triton.set_allocator(before)
