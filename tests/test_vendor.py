@@ -181,6 +181,37 @@ class Flash2:
         return [self.keep_segments(x, cu) for x, cu in ((done.dq, cu_q), (done.dk, cu_k), (done.dv, cu_k))]
 
 
+class Efficient:
+    """aten's memory-efficient entries as CUTLASS addresses them: rows of out are nheads * head_dim_v apart, always."""
+
+    def __init__(self, problem):
+        self.problem = replace(problem, layout="bhsd")
+
+    def _scaled_dot_product_efficient_attention(self, q, k, v, bias, *, compute_log_sumexp, is_causal, scale):
+        done = attention(self.problem, {"q": q, "k": k, "v": v, "dout": v.new_zeros(*q.shape[:3], v.shape[-1])})
+        b, h, s, _ = q.shape
+        out = done.out.view(b, s, h, -1).transpose(1, 2).to(q.dtype)
+        lse = torch.full((b, h, -(-s // 32) * 32), torch.inf)
+        lse[..., :s] = done.lse.view(h, b, s).transpose(0, 1)
+        return out, lse
+
+    def _scaled_dot_product_efficient_attention_backward(self, dout, q, k, v, bias, out, lse, *rest, scale):
+        b, h, s, d = out.shape
+        read = out.as_strided(out.shape, (out.stride(0), out.stride(1), h * d, 1), out.storage_offset())
+        side = lse[..., :s].contiguous()
+        done = attention(self.problem, {"q": q, "k": k, "v": v, "dout": dout, "out": read, "lse": side})
+        return [x.view(b, -1, h, x.shape[-1]).transpose(1, 2).to(q.dtype) for x in (done.dq, done.dk, done.dv)]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_efficient_adapter_gives_out_the_strides_it_is_read_with(layout, monkeypatch):
+    from undertow.kernels.vendor import dense
+
+    problem = Problem.dense(2, 33, 50, band=TOP_LEFT, **(SMALL | {"dtype": "bf16", "layout": layout}))
+    monkeypatch.setattr(dense, "ATEN", Efficient(problem))
+    check(PEERS["sdpa_efficient"], problem)
+
+
 PACKED_BANDS = [Band(), CAUSAL, Band(7, 0), Band(3, 4)]
 PACKED_LENGTHS = [((33, 0, 1, 20, 5, 40), (33, 7, 1, 50, 0, 17)), ((65, 3, 20), (65, 3, 20)), ((0, 4), (3, 0))]
 

@@ -92,8 +92,13 @@ def efficient_forward(problem: Problem, config: Config, tensors: Tensors) -> Non
 
 
 def efficient_backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
-    """dq, dk, dv of aten::_scaled_dot_product_efficient_attention_backward."""
+    """dq, dk, dv of aten::_scaled_dot_product_efficient_attention_backward.
+
+    Where the kernel computes D itself (16 bits) it takes the rows of out to be nheads * head_dim_v apart, as its own
+    forward leaves them, whatever the tensor's stride.
+    """
     q, k, v, dout, out, lse = _saved(problem, tensors)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     padded = -problem.max_seqlen_q % LSE_ROWS
     lse = torch.nn.functional.pad(lse, (0, padded), value=torch.inf)  # exp(s - inf) is 0
     found = ATEN._scaled_dot_product_efficient_attention_backward(
