@@ -182,12 +182,14 @@ class Flash2:
 
 
 class Efficient:
-    """aten's memory-efficient entries as CUTLASS addresses them: rows of out are nheads * head_dim_v apart, always."""
+    """aten's memory-efficient entries as CUTLASS addresses them: rows of out are nheads * head_dim_v apart, always;
+    the stride of rows is a multiple of 16 bytes, even of one row."""
 
     def __init__(self, problem):
         self.problem = replace(problem, layout="bhsd")
 
     def _scaled_dot_product_efficient_attention(self, q, k, v, bias, *, compute_log_sumexp, is_causal, scale):
+        assert not any(x.stride(2) % 8 for x in (q, k, v)), "not correctly aligned (strideM)"
         done = attention(self.problem, {"q": q, "k": k, "v": v, "dout": v.new_zeros(*q.shape[:3], v.shape[-1])})
         b, h, s, _ = q.shape
         out = done.out.view(b, s, h, -1).transpose(1, 2).to(q.dtype)
@@ -196,6 +198,7 @@ class Efficient:
         return out, lse
 
     def _scaled_dot_product_efficient_attention_backward(self, dout, q, k, v, bias, out, lse, *rest, scale):
+        assert not any(x.stride(2) % 8 for x in (q, k, v, dout)), "not correctly aligned (strideM)"
         b, h, s, d = out.shape
         read = out.as_strided(out.shape, (out.stride(0), out.stride(1), h * d, 1), out.storage_offset())
         side = lse[..., :s].contiguous()
@@ -204,12 +207,13 @@ class Efficient:
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
-def test_efficient_adapter_gives_out_the_strides_it_is_read_with(layout, monkeypatch):
+def test_efficient_adapter_gives_strides_as_they_are_read(layout, monkeypatch):
     from undertow.kernels.vendor import dense
 
-    problem = Problem.dense(2, 33, 50, band=TOP_LEFT, **(SMALL | {"dtype": "bf16", "layout": layout}))
-    monkeypatch.setattr(dense, "ATEN", Efficient(problem))
-    check(PEERS["sdpa_efficient"], problem)
+    for lengths in ((33, 50), (1, 40), (40, 1)):
+        problem = Problem.dense(2, *lengths, band=TOP_LEFT, **(SMALL | {"dtype": "bf16", "layout": layout}))
+        monkeypatch.setattr(dense, "ATEN", Efficient(problem))
+        check(PEERS["sdpa_efficient"], problem)
 
 
 PACKED_BANDS = [Band(), CAUSAL, Band(7, 0), Band(3, 4)]

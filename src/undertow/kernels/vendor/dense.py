@@ -168,12 +168,15 @@ def _order(problem: Problem) -> tuple[int, ...]:
 
 
 def _bhsd(problem: Problem, x: Tensor) -> Tensor:
-    """A dense tensor as (batch, head, row, dim), copied where 16-byte loads could not read its rows."""
+    """A dense tensor as (batch, head, row, dim), copied where 16-byte loads could not read its rows.
+
+    The memory-efficient kernels refuse the stride of rows even where there is one row, which `contiguous` leaves alone.
+    """
     x = x.permute(_order(problem))
-    apart = [stride * x.element_size() for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1][:-1]
-    if x.stride(-1) == 1 and not any(n % LOAD_BYTES for n in (*apart, x.data_ptr())):
+    apart = [stride for dim, stride in enumerate(x.stride()[:3]) if dim == 2 or x.shape[dim] > 1]
+    if x.stride(-1) == 1 and not any(n % LOAD_BYTES for n in (*(s * x.element_size() for s in apart), x.data_ptr())):
         return x
-    return x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _qkv(problem: Problem, tensors: Tensors) -> list[Tensor]:
