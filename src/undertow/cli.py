@@ -103,7 +103,8 @@ def verify(
             results.append(prove(workload, device, chosen.name))
             typer.echo(results[-1].line(), err=as_json)
     took = "wall clock of a workload with its reference and what was not in the compiler's cache"
-    how = f"undertow {' '.join(sys.argv[1:])}; lengths x{scale}; seconds: {took}"
+    asked = " ".join((*(names or ()), "--device", str(device), *(("--kernel", kernel) if kernel else ())))
+    how = f"undertow verify {asked}; lengths x{scale}; seconds: {took}"
     content = record.verified(results, how, device, commit or None)
     if as_json:
         typer.echo(json.dumps(content))
