@@ -1,0 +1,502 @@
+"""dQ alone for Hopper in CuTe DSL: three GEMMs, one query tile a block, no atomic and no fp32 copy of dQ.
+
+A block is a producer warp and two warpgroups of consumers. Warpgroup g owns rows 64 g on of the query tile and walks
+the key tiles its rows see, the last first. dS stays in registers as the left operand of dQ. What runs beside what:
+
+    tensor cores   S of the next tile   dP of the next tile | dQ of this one        |
+    other units                         P = exp2            | dS of the next tile   | its rounding
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.warpgroup import OperandSource
+from cutlass.memory import SmemAllocator
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from .geometry import SHARED_BYTES, Geometry, cutlass_dtype, fake, fake_stream
+from .main_device import (
+    K_MAJOR,
+    LN2,
+    MN_MAJOR,
+    SLOTS,
+    WARPGROUP,
+    WARPS,
+    Backward,
+    Cut,
+    Ring,
+    Source,
+    Sources,
+    Work,
+    arrive,
+    chain,
+    chain_rs,
+    expect,
+    following,
+    fragment_b,
+    load,
+    narrow,
+    operand_shape,
+    part_a,
+    turned,
+)  # fmt: skip
+
+HALF, ROWS = 64, 128
+CLEARED = 1
+"""Named barriers: CLEARED + g belongs to warpgroup g."""
+
+
+class Shared(NamedTuple):
+    """A block's shared memory. A stage of `q` is one warpgroup's rows, `do` goes with it; `items` holds `Item`s."""
+
+    q: Ring
+    do: Any
+    k: Ring
+    v: Ring
+    items: Ring
+
+
+class Item(NamedTuple):
+    """One query tile of one head.
+
+    Tile, query head, batch index, first query row, lengths, query rows up to the next segment, key on the diagonal of
+    query 0, key tiles [n_lo, n_hi), first tile of stats, first key row.
+    """
+
+    m: Any
+    head: Any
+    b: Any
+    q0: Any
+    len_q: Any
+    len_k: Any
+    room: Any
+    shift: Any
+    n_lo: Any
+    n_hi: Any
+    tile0: Any
+    k0: Any
+
+
+class DqBackward:
+    """The kernel of one Geometry, for `cute.compile`.
+
+    A row of dQ is summed by one warpgroup in one order: the same bits at every launch.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geo = geometry
+        self.keys, self.k_stages, self.v_stages = rings(geometry.d_qk, geometry.d_v)
+
+    def arguments(self) -> tuple:
+        """Arguments to compile for: every length and stride free, but the last stride, which is 1."""
+        dtype = cutlass_dtype(self.geo.dtype)
+        tensors = [fake(dtype, 4) for _ in range(4)]
+        stats = fake(Float32, 4, {2: 2, 3: self.geo.tile_q})
+        scalars = (Int32(1), Int32(1), Float32(1.0), Int32(1), Int32(1), Int32(1))
+        return *tensors, stats, fake(dtype, 4), fake(Int32, 2), fake(Int32, 1), *scalars, fake_stream()
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, stats: cute.Tensor, dq: cute.Tensor,
+        table: cute.Tensor, counter: cute.Tensor, columns: Int32, together: Int32, scale: Float32, left: Int32,
+        right: Int32, blocks: Int32, stream,
+    ):  # fmt: skip
+        """Launch `blocks` persistent blocks.
+
+        They draw query tiles of query heads as the main kernel draws key tiles of its heads, but the last tiles first,
+        which are the longest of a causal mask. q, dout, dq (b, s, h, d) and k, v alike with any strides; stats
+        (nheads_q, tiles, 2, tile_q) fp32: LSE in base 2 (+inf for rows that see nothing), D; counter int32, 0; scale is
+        in base 2. The table, int32 (9, batch + 1), has a column a segment: batch index, first query and key row, both
+        real lengths, query rows up to the next segment (those beyond the length become zero), first tile in stats,
+        first query tile, the key on the diagonal of query 0. Query tiles are of 128 rows and cover the rows up to the
+        next segment; the last column holds how many there are in all.
+        """
+        geo, dtype = self.geo, cutlass_dtype(self.geo.dtype)
+        layouts = self._layouts(dtype)
+        sources = []
+        for tensor, layout, rows, dim in (
+            (q, layouts[0], HALF, geo.d_qk), (k, layouts[2], self.keys, geo.d_qk),
+            (v, layouts[3], self.keys, geo.d_v), (dout, layouts[1], HALF, geo.d_v),
+        ):  # fmt: skip
+            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+            copy = cpasync.CopyBulkTensorTileG2SOp()
+            info = cpasync.make_tiled_tma_atom(copy, view, cute.select(layout, mode=[0, 1]), (rows, dim))
+            sources.append(Source(info.atom, info.tma_tensor))
+        mma = lambda major, n, source: make_trivial_tiled_mma(
+            dtype, dtype, K_MAJOR, major, Float32, (1, 1, 1), (HALF, n), source
+        )
+        mma_s = mma(K_MAJOR, self.keys, OperandSource.SMEM)  # S = Q K^T, dP = dO V^T
+        mma_dq = mma(MN_MAJOR, geo.d_qk, OperandSource.RMEM)  # dQ = dS K
+        self._kernel(
+            Sources(*sources, stats, table, counter), layouts, mma_s, mma_dq, dq,
+            Work(columns, together, left, right), scale,
+        ).launch(grid=[blocks, 1, 1], block=[3 * WARPGROUP, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    def _layouts(self, dtype):
+        """Shared-memory layouts of q, do, k, v."""
+        geo, atom = self.geo, warpgroup.SmemLayoutAtomKind
+        wide = {64: atom.K_SW128, 32: atom.K_SW64, 16: atom.K_SW32}
+
+        def ring(*shape):
+            kind = warpgroup.make_smem_layout_atom(wide[geo.atom(shape[1])], dtype)
+            return cute.tile_to_shape(kind, shape, order=(0, 1, 2))
+
+        return (
+            ring(HALF, geo.d_qk, 2), ring(HALF, geo.d_v, 2),
+            ring(self.keys, geo.d_qk, self.k_stages), ring(self.keys, geo.d_v, self.v_stages),
+        )  # fmt: skip
+
+    @cute.kernel
+    def _kernel(
+        self, sources: Sources, layouts: tuple, mma_s: cute.TiledMma, mma_dq: cute.TiledMma, dq: cute.Tensor,
+        work: Work, scale: Float32,
+    ):  # fmt: skip
+        tid, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(tid // WARPGROUP)
+        shared = self._shared(layouts, tid)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(40)
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                self._produce(sources, shared, work)
+        else:
+            cute.arch.setmaxregister_increase(232)
+            self._consume(group - 1, tid % WARPGROUP, shared, mma_s, mma_dq, sources.stats, dq, work, scale)
+
+    def _shared(self, layouts, tid):
+        """Place everything in shared memory and initialise the mbarriers."""
+        dtype = cutlass_dtype(self.geo.dtype)
+        smem = SmemAllocator()
+        place = lambda layout: smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        q, do, k, v = (place(layout) for layout in layouts)
+        items = smem.allocate_tensor(Int32, cute.make_layout((16, SLOTS)), byte_alignment=16)
+        made, sizes = [], (2, self.k_stages, self.v_stages, SLOTS)
+        for tiles, stages in zip((q, k, v, items), sizes, strict=True):
+            bars = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
+            made.append(Ring(tiles, bars, bars + stages, stages))
+        q, k, v, items = made
+        self._init(tid, made)
+        return Shared(q, do, k, v, items)
+
+    @cute.jit
+    def _init(self, tid, made):
+        """A stage is filled by one thread and emptied by eight warps; of Q and dO by the four that own its rows."""
+        if tid == 0:
+            for ring, warps in zip(made, (WARPS // 2, WARPS, WARPS, WARPS), strict=True):
+                for i in cutlass.range_constexpr(ring.stages):
+                    cute.arch.mbarrier_init(ring.full + i, 1)
+                    cute.arch.mbarrier_init(ring.empty + i, warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+    # ---------------------------------------------------------------- producer
+
+    _segment_of = Backward._segment_of
+
+    @cute.jit
+    def _produce(self, sources, shared, work):
+        """Draw items, hand them to the consumers, and load their tiles: the last K, Q and dO, V, then K, V downward."""
+        geo, lane = self.geo, cute.arch.lane_idx()
+        heads = sources.q.tensor.shape[2] // sources.k.tensor.shape[2]
+        k_at, k_phase, v_at, v_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        slot, slot_phase, q_phase = Int32(0), Int32(0), Int32(0)
+        items = sources.table[7, sources.table.shape[1] - 1] * sources.q.tensor.shape[2]
+        more = Int32(1)
+        while more > 0:
+            ticket = Int32(0)
+            if lane == 0:
+                ticket = cute.arch.atomic_add(sources.counter.iterator, Int32(1))
+            ticket = cute.arch.shuffle_sync(ticket, 0)
+            cute.arch.mbarrier_wait(shared.items.empty + slot, slot_phase ^ 1)
+            if ticket >= items:
+                if lane == 0:
+                    shared.items.tiles[0, slot] = Int32(-1)
+                    cute.arch.mbarrier_arrive(shared.items.full + slot)
+                more = Int32(0)
+            else:
+                item = self._item(sources, work, ticket)
+                if lane == 0:
+                    for i in cutlass.range_constexpr(len(item)):
+                        shared.items.tiles[i, slot] = item[i]
+                    cute.arch.mbarrier_arrive(shared.items.full + slot)
+                if item.n_lo < item.n_hi:
+                    row, head_kv = item.k0 + (item.n_hi - 1) * self.keys, item.head // heads
+                    for step in cutlass.range(item.n_hi - item.n_lo, unroll=1):
+                        cute.arch.mbarrier_wait(shared.k.empty + k_at, k_phase ^ 1)
+                        expect(shared.k.full + k_at, self.keys * geo.d_qk * 2)
+                        load(sources.k, shared.k.tiles, k_at, row, head_kv, item.b, shared.k.full + k_at)
+                        if step == 0:
+                            for g in cutlass.range_constexpr(2):
+                                i0 = item.q0 + item.m * ROWS + g * HALF
+                                cute.arch.mbarrier_wait(shared.q.empty + g, q_phase ^ 1)
+                                expect(shared.q.full + g, HALF * (geo.d_qk + geo.d_v) * 2)
+                                load(sources.q, shared.q.tiles, g, i0, item.head, item.b, shared.q.full + g)
+                                load(sources.do, shared.do, g, i0, item.head, item.b, shared.q.full + g)
+                        cute.arch.mbarrier_wait(shared.v.empty + v_at, v_phase ^ 1)
+                        expect(shared.v.full + v_at, self.keys * geo.d_v * 2)
+                        load(sources.v, shared.v.tiles, v_at, row, head_kv, item.b, shared.v.full + v_at)
+                        row -= self.keys
+                        k_at, k_phase = following(k_at, k_phase, self.k_stages)
+                        v_at, v_phase = following(v_at, v_phase, self.v_stages)
+                    q_phase ^= 1
+                slot, slot_phase = following(slot, slot_phase, SLOTS)
+
+    @cute.jit
+    def _item(self, sources, work, ticket):
+        """Decode a ticket, see `__call__` for the order."""
+        table, heads = sources.table, sources.q.tensor.shape[2]
+        s = Int32(0)
+        if work.columns == heads:  # else a dense batch, whose segments are alike
+            s = self._segment_of(table, ticket // heads)
+        first = table[7, s]
+        tiles = table[7, s + 1] - first
+        local = ticket - first * work.columns
+        block = local // (tiles * work.together)
+        width = cutlass.min(work.together, work.columns - block * work.together)
+        inside = local - block * tiles * work.together
+        m = inside // width
+        column = block * work.together + inside - m * width
+        m = tiles - 1 - m
+        head = column % heads
+        s += column // heads
+        len_q, len_k, shift = table[3, s], table[4, s], table[8, s]
+        n_lo, n_hi = self._key_tiles(m * ROWS, ROWS, len_q, len_k, shift, work)
+        return Item(
+            m, head, table[0, s], table[1, s], len_q, len_k, table[5, s], shift, n_lo, n_hi, table[6, s], table[2, s]
+        )
+
+    @cute.jit
+    def _key_tiles(self, i0, rows: cutlass.Constexpr, len_q, len_k, shift, work):
+        """Key tiles [n_lo, n_hi) that rows i0 to i0 + rows see."""
+        end = cutlass.min(i0 + rows, len_q)
+        lo = cutlass.max(0, i0 + shift - work.left)
+        hi = cutlass.min(len_k, end + shift + work.right)
+        n_lo = lo // self.keys
+        n_hi = (hi + self.keys - 1) // self.keys
+        if (i0 >= end) | (lo >= hi):
+            n_hi = n_lo
+        return n_lo, n_hi
+
+    # ---------------------------------------------------------------- consumers
+
+    @cute.jit
+    def _consume(self, g, t, shared, mma_s, mma_dq, stats, dq, work, scale):
+        """Warpgroup g, thread t: every item's dQ in registers. It waits for key tiles that only the other sees, too."""
+        geo = self.geo
+        s_q, s_k, s_v = shared.q, shared.k, shared.v
+        mine = lambda s: cute.append_ones(mma_s.make_fragment_A(part_a(mma_s, 0, s))[None, None, None, g], up_to_rank=4)
+        f_q, f_k = mine(s_q.tiles), fragment_b(mma_s, 0, s_k.tiles)
+        f_do, f_v = mine(shared.do), fragment_b(mma_s, 0, s_v.tiles)
+        f_kt = fragment_b(mma_dq, 0, turned(s_k.tiles))
+        acc_dq = cute.make_rmem_tensor(mma_dq.get_slice(0).partition_shape_C((HALF, geo.d_qk)), Float32)
+        ds = cute.make_rmem_tensor(operand_shape(self.keys), cutlass_dtype(geo.dtype))
+        k_at, k_phase, v_at, v_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        slot, slot_phase, q_phase = Int32(0), Int32(0), Int32(0)
+        more = Int32(1)
+        while more > 0:
+            cute.arch.mbarrier_wait(shared.items.full + slot, slot_phase)
+            if cute.arch.make_warp_uniform(shared.items.tiles[0, slot]) < 0:
+                more = Int32(0)
+            else:
+                item = Item(
+                    *[cute.arch.make_warp_uniform(shared.items.tiles[i, slot]) for i in range(len(Item._fields))]
+                )
+                acc_dq.fill(0.0)
+                i0 = item.m * ROWS + g * HALF
+                if item.n_lo < item.n_hi:
+                    lse, d = self._stats(t, stats, item, i0)
+                    lo, hi = self._key_tiles(i0, HALF, item.len_q, item.len_k, item.shift, work)
+                    if lo >= hi:
+                        lo, hi = item.n_lo, item.n_lo
+                    cute.arch.mbarrier_wait(s_q.full + g, q_phase)
+                    q_phase ^= 1
+                    k_at, k_phase, v_at, v_phase = self._skip(shared, item.n_hi - hi, k_at, k_phase, v_at, v_phase)
+                    if lo < hi:
+                        j0 = (hi - 1) * self.keys
+                        cute.arch.mbarrier_wait(s_k.full + k_at, k_phase)
+                        cute.arch.mbarrier_wait(s_v.full + v_at, v_phase)
+                        if j0 + self.keys > item.len_k:
+                            self._clear(t, s_k.tiles, k_at, item.len_k - j0)
+                            self._clear(t, s_v.tiles, v_at, item.len_k - j0)
+                            cute.arch.fence_view_async_shared()
+                            cute.arch.barrier(barrier_id=CLEARED + g, number_of_threads=WARPGROUP)
+                        acc_s, acc_dp = self._scores(mma_s), self._scores(mma_s)
+                        warpgroup.fence()
+                        chain(mma_s, acc_s, f_q, f_k, k_at)
+                        warpgroup.commit_group()
+                        chain(mma_s, acc_dp, f_do, f_v, v_at)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(1)
+                        self._p(t, acc_s, lse, i0, Cut(j0, item.len_k, item.shift, work.left, work.right), scale)
+                        warpgroup.wait_group(0)
+                        arrive(s_v.empty + v_at)
+                        v_at, v_phase = following(v_at, v_phase, self.v_stages)
+                        self._ds(acc_s, acc_dp, d)
+                        narrow(acc_dp, ds)
+                        for _ in cutlass.range(hi - lo - 1, unroll=1):
+                            here = k_at
+                            k_at, k_phase = following(k_at, k_phase, self.k_stages)
+                            j0 -= self.keys
+                            cute.arch.mbarrier_wait(s_k.full + k_at, k_phase)
+                            acc_s, acc_dp = self._scores(mma_s), self._scores(mma_s)
+                            warpgroup.fence()
+                            chain(mma_s, acc_s, f_q, f_k, k_at)
+                            warpgroup.commit_group()
+                            cute.arch.mbarrier_wait(s_v.full + v_at, v_phase)
+                            warpgroup.fence()
+                            chain(mma_s, acc_dp, f_do, f_v, v_at)
+                            warpgroup.commit_group()
+                            chain_rs(mma_dq, acc_dq, ds, f_kt, here)
+                            warpgroup.commit_group()
+                            warpgroup.wait_group(2)
+                            self._p(t, acc_s, lse, i0, Cut(j0, item.len_k, item.shift, work.left, work.right), scale)
+                            warpgroup.wait_group(1)
+                            arrive(s_v.empty + v_at)
+                            v_at, v_phase = following(v_at, v_phase, self.v_stages)
+                            self._ds(acc_s, acc_dp, d)
+                            warpgroup.wait_group(0)
+                            arrive(s_k.empty + here)
+                            narrow(acc_dp, ds)
+                        arrive(s_q.empty + g)  # the next Q and dO come beside the last dQ and its way out
+                        warpgroup.fence()
+                        chain_rs(mma_dq, acc_dq, ds, f_kt, k_at)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(0)
+                        arrive(s_k.empty + k_at)
+                        k_at, k_phase = following(k_at, k_phase, self.k_stages)
+                    else:
+                        arrive(s_q.empty + g)
+                    k_at, k_phase, v_at, v_phase = self._skip(shared, lo - item.n_lo, k_at, k_phase, v_at, v_phase)
+                self._write(t, acc_dq, dq, item, i0, scale * LN2)
+                arrive(shared.items.empty + slot)
+                slot, slot_phase = following(slot, slot_phase, SLOTS)
+
+    def _scores(self, mma_s):
+        return cute.make_rmem_tensor(mma_s.get_slice(0).partition_shape_C((HALF, self.keys)), Float32)
+
+    @cute.jit
+    def _stats(self, t, stats, item, i0):
+        """LSE and D of this thread's two rows; +inf and 0 beyond the segment, where stats may have no tile."""
+        lse, d = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
+        lse.fill(float("inf"))
+        d.fill(0.0)
+        for r in cutlass.range_constexpr(2):
+            i = i0 + row_of(t) + 8 * r
+            if i < item.len_q:
+                tile, at = item.tile0 + i // self.geo.tile_q, i % self.geo.tile_q
+                lse[r] = stats[item.head, tile, 0, at]
+                d[r] = stats[item.head, tile, 1, at]
+        return lse, d
+
+    @cute.jit
+    def _skip(self, shared, count, k_at, k_phase, v_at, v_phase):
+        """Give back `count` key tiles that only the other warpgroup's rows see."""
+        for _ in cutlass.range(count, unroll=1):
+            cute.arch.mbarrier_wait(shared.k.full + k_at, k_phase)
+            cute.arch.mbarrier_wait(shared.v.full + v_at, v_phase)
+            arrive(shared.k.empty + k_at)
+            arrive(shared.v.empty + v_at)
+            k_at, k_phase = following(k_at, k_phase, self.k_stages)
+            v_at, v_phase = following(v_at, v_phase, self.v_stages)
+        return k_at, k_phase, v_at, v_phase
+
+    @cute.jit
+    def _clear(self, t, s, stage, first):
+        """Zero rows `first` on: other segments' keys, maybe NaN. Both warpgroups do, before they read."""
+        zeros = cute.make_rmem_tensor((8,), s.element_type)
+        zeros.fill(0.0)
+        for row in cutlass.range(first + t // 2, self.keys, WARPGROUP // 2, unroll=1):
+            line = s[row, None, stage]
+            for c in cutlass.range_constexpr(cute.size(s, mode=[1]) // 16):
+                cute.autovec_copy(zeros, cute.local_tile(line, (8,), (2 * c + t % 2,)))
+
+    @cute.jit
+    def _p(self, t, acc, lse, i0, cut, scale):
+        """P = exp2(scale S - LSE), masked where the tile is cut."""
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = cute.arch.exp2(acc[i] * scale - lse[i // 2 % 2])
+        outside = (cut.j0 + self.keys > cut.len_k) | (cut.j0 + self.keys - 1 - i0 - cut.shift > cut.right)
+        outside = outside | (i0 + HALF - 1 + cut.shift - cut.j0 > cut.left)
+        if outside:
+            self._mask(t, acc, i0, cut)
+
+    @cute.jit
+    def _mask(self, t, acc, i0, cut):
+        """Zero what the band or the segment's end cuts off."""
+        for r in cutlass.range_constexpr(2):
+            diagonal = i0 + row_of(t) + 8 * r + cut.shift
+            origin = cut.j0 + 2 * (cute.arch.lane_idx() % 4)
+            low = diagonal - cut.left - origin
+            high = cutlass.min(diagonal + cut.right, cut.len_k - 1) - origin
+            for j in cutlass.range_constexpr(self.keys // 8):
+                for i in cutlass.range_constexpr(2):
+                    dead = (low > 8 * j + i) | (high < 8 * j + i)
+                    acc[4 * j + 2 * r + i] = cutlass.select_(dead, Float32(0.0), acc[4 * j + 2 * r + i])
+
+    @cute.jit
+    def _ds(self, p, dp, d):
+        """dS = P (dP - D), in place of dP."""
+        for i in cutlass.range_constexpr(cute.size(p)):
+            dp[i] = p[i] * (dp[i] - d[i // 2 % 2])
+
+    @cute.jit
+    def _write(self, t, acc, out, item, i0, scale):
+        """Store this warpgroup's 64 rows; rows beyond the segment's queries, up to the next segment, become zero."""
+        dtype, groups, place = out.element_type, self.geo.head_dim_qk // 8, cute.arch.lane_idx() % 4
+        for r in cutlass.range_constexpr(2):
+            row = i0 + row_of(t) + 8 * r
+            line = out[item.b, item.q0 + cutlass.min(row, item.room - 1), item.head, None].iterator
+            for j in cutlass.range_constexpr(0, groups, 4):
+                here = min(4, groups - j)
+                words = cute.make_rmem_tensor((4,), Int32)
+                pairs = cute.recast_tensor(words, dtype)
+                for i in cutlass.range_constexpr(2 * here):
+                    value = acc[4 * j + 4 * (i // 2) + 2 * r + i % 2] * scale if row < item.len_q else Float32(0.0)
+                    pairs[i] = value.to(dtype)
+                if const_expr(here == 4):
+                    transpose(words, place)
+                    if row < item.room:
+                        at = cute.assume(8 * j + 8 * place, divby=8)
+                        eight = cute.make_tensor(line + at, cute.make_layout((8,)))
+                        cute.autovec_copy(words, cute.recast_tensor(eight, Int32))
+                elif row < item.room:
+                    for i in cutlass.range_constexpr(here):
+                        at = cute.assume(8 * j + 8 * i + 2 * place, divby=2)
+                        two = cute.make_tensor(pairs.iterator + 2 * i, cute.make_layout((2,)))
+                        cute.autovec_copy(two, cute.make_tensor(line + at, cute.make_layout((2,))))
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def rings(d_qk: int, d_v: int) -> tuple[int, int, int]:
+    """Keys of a tile, stages of K and of V: 128 keys where registers hold them, and as deep as shared memory is.
+
+    128 rather than 64 keys took 3 to 4 % less time at head dims 64/64, 64/128 and 80/80 (H200, 2026-11-29).
+    """
+    room = SHARED_BYTES - 512 - ROWS * (d_qk + d_v) * 2
+    for keys in (128, 64) if d_qk <= 80 else (64,):
+        for k, v in ((4, 3), (3, 3), (3, 2), (2, 2)):
+            if 2 * keys * (k * d_qk + v * d_v) <= room:
+                return keys, k, v
+    raise ValueError(f"head dims {d_qk}/{d_v} need more shared memory than a block has")
+
+
+def row_of(t):
+    """The first of the two rows, 8 apart, that thread t holds of 64."""
+    return (t // 32) * 16 + cute.arch.lane_idx() // 4
+
+
+@cute.jit
+def transpose(words, place):
+    """Of four words a lane and four lanes: lane `place` ends with word `place` of each, in order."""
+    for bit in cutlass.range_constexpr(2):
+        upper = (place >> bit) % 2 == 1
+        for i in cutlass.range_constexpr(4):
+            if const_expr((i >> bit) % 2 == 0):
+                k = i + (1 << bit)
+                other = cute.arch.shuffle_sync_bfly(words[i] if upper else words[k], offset=1 << bit)
+                words[i], words[k] = (other if upper else words[i]), (words[k] if upper else other)
