@@ -168,6 +168,22 @@ def test_a_spin_on_a_barrier_is_no_loop_of_its_own():
     assert loop.innermost and loop.counts["hgmma"] == 1 and loop.counts["barrier"] == 2
 
 
+def test_a_copy_loop_inside_does_not_hide_the_loop_of_the_products():
+    inner = """        /*0024*/                   WARPGROUP.ARRIVE ;
+.L_x_9:
+        /*0028*/                   LDS R5, [R6] ;
+        /*002a*/                   STS [R7], R5 ;
+        /*002c*/              @!P4 BRA `(.L_x_9) ;
+        /*002e*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+"""
+    at = SASS.index("        /*0040*/")
+    log = "ptxas info    : (C7519) warpgroup.arrive is injected in around line 8 by compiler"
+    report = probe_sass(SASS[:at] + inner + SASS[at:], "", log, stage="", kernel="k", target="sm_90", shared=0)
+    assert [loop.innermost for loop in report.loops] == [True, True]
+    assert report.hot.counts["hgmma"] == 1 and report.hot.counts["shared"] == 2
+    assert report.hot.counts["wgmma_wait"] == 1 and len(report.warnings) == 1
+
+
 # ---------------------------------------------------------------- compilers
 def check(name, arch):
     golden = json.loads(GOLDEN.read_text())

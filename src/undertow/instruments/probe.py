@@ -30,11 +30,11 @@ SASS_GROUPS = (
     ("global", ("LDG", "STG", "LDGSTS", "UTMALDG", "UTMASTG")),
     ("atomic", ("ATOM", "RED", "UTMAREDG")),
     ("barrier", ("BAR", "SYNCS")),
-    ("wgmma_wait", ("WARPGROUP",)),
+    ("wgmma_wait", ("WARPGROUP.DEPBAR",)),
 )
-SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)([^;]*);")
+SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(WARPGROUP\.DEPBAR|[A-Z][A-Z0-9]*)([^;]*);")
 WAIT_LOOP = 8
-WARNING = "Potential Performance Loss"
+WARNING = re.compile(r"\(C75\d\d\)|Potential Performance Loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,9 @@ def probe_sass(sass: str, usage: str, log: str, *, stage: str, kernel: str, targ
     numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     loops, counts = sass_loops(sass)
-    warnings = tuple(dict.fromkeys(line.split(": ", 1)[-1].strip() for line in log.splitlines() if WARNING in line))
+    warnings = tuple(
+        dict.fromkeys(line.split(": ", 1)[-1].strip() for line in log.splitlines() if WARNING.search(line))
+    )
     return IsaReport(
         stage,
         kernel,
@@ -160,7 +162,10 @@ def probe_sass(sass: str, usage: str, log: str, *, stage: str, kernel: str, targ
 
 
 def sass_loops(sass: str) -> tuple[tuple[Loop, ...], dict[str, int]]:
-    """Loops of a SASS listing and counts of the whole of it."""
+    """Loops of a SASS listing and counts of the whole of it.
+
+    A loop with matrix instructions is innermost when no loop inside it has any: it may hold waits and copies.
+    """
     items, labels = [], {}
     for number, line in enumerate(sass.splitlines(), 1):
         label = re.match(r"\s*(\.L_x_\d+|\.text\.\w+):", line)
@@ -193,11 +198,17 @@ def sass_loops(sass: str) -> tuple[tuple[Loop, ...], dict[str, int]]:
         inside = bodies[header]
         if header not in headers:
             continue
+        rivals = (headers & body) - {header}
+        if _matrix(inside):
+            rivals = {other for other in rivals if _matrix(bodies[other])}
         cas = any(x[1].startswith("ATOM") and "CAS" in sass.splitlines()[x[0] - 1] for x in inside)
-        loops.append(
-            Loop(inside[0][0], inside[-1][0], not (headers & body - {header}), _sass_counts(inside), None, cas)
-        )
+        loops.append(Loop(inside[0][0], inside[-1][0], not rivals, _sass_counts(inside), None, cas))
     return tuple(loops), _sass_counts(items)
+
+
+def _matrix(items: list[tuple]) -> int:
+    counts = _sass_counts(items)
+    return counts["hgmma"] + counts["hmma"]
 
 
 def _only_waits(items: list[tuple]) -> bool:
@@ -259,6 +270,29 @@ def probe_flydsl(problem: Problem, arch: str) -> list[IsaReport]:
         replace(probe_text(text, stage=step.stage), versions=versions)
         for step, text in zip(planned, texts, strict=True)
     ]
+
+
+def probe_hopper(geometry: Any, kind: str = "main", ptxas: str = "") -> IsaReport:
+    """Compile our kernel for Hopper of one `kernels.hopper.geometry.Geometry` and inspect it.
+
+    Registers, stack and spills are the assembler's own figures, `warnings` all that it says of `wgmma` that it had to
+    serialise or fence (C75xx), `lds_bytes` what a launch asks for; `hot` is the loop over query tiles. ptxas: more
+    options of the assembler, by space. Raises ImportError where the DSL is not installed.
+    """
+    from importlib.metadata import version
+
+    from ..kernels.hopper import build
+
+    made = build.compiled(geometry, kind, ptxas)
+    report = probe_sass(
+        **_disassemble(made.cubin),
+        log=made.log,
+        stage=kind,
+        kernel=build.object_name(geometry, kind),
+        target="sm_90",
+        shared=made.shared_bytes,
+    )
+    return replace(report, versions={"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")})
 
 
 def _given(problem: Problem, name: str) -> bool:
@@ -393,16 +427,13 @@ def _pack(stage: str, compiled: Any, arch: str) -> dict[str, Any]:
 
 def _nvidia_tools(ptx: str, cubin: bytes, arch: str) -> dict[str, str]:
     """SASS, resource usage and the assembler's warnings, by the tools of the triton wheel."""
-    from triton import knobs
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-    tool = lambda *command: subprocess.run(command, capture_output=True, text=True, check=False)
     capability = int(arch.removeprefix("sm_"))
     with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, "k.ptx"), Path(folder, "k.cubin")
+        source = Path(folder, "k.ptx")
         source.write_text(ptx)
-        binary.write_bytes(cubin)
-        log = tool(
+        log = _tool(
             get_ptxas(capability).path,
             "-v",
             f"--gpu-name={sm_arch_from_capability(capability)}",
@@ -410,9 +441,23 @@ def _nvidia_tools(ptx: str, cubin: bytes, arch: str) -> dict[str, str]:
             "-o",
             str(Path(folder, "out")),
         )
-        sass = tool(knobs.nvidia.nvdisasm.path, "-c", str(binary))
-        usage = tool(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary))
-    return {"sass": sass.stdout, "usage": usage.stdout, "log": log.stderr + log.stdout}
+    return _disassemble(cubin) | {"log": log.stderr + log.stdout}
+
+
+def _disassemble(cubin: bytes) -> dict[str, str]:
+    """SASS and resource usage, by the tools of the triton wheel."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "k.cubin")
+        binary.write_bytes(cubin)
+        sass = _tool(knobs.nvidia.nvdisasm.path, "-c", str(binary))
+        usage = _tool(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary))
+    return {"sass": sass.stdout, "usage": usage.stdout}
+
+
+def _tool(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 if __name__ == "__main__":
