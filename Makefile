@@ -2,7 +2,7 @@
 # machine say CONSTRAINTS= to let pip choose torch and triton for its driver.
 PYTHON ?= python3
 CONSTRAINTS ?= -c constraints-cpu.txt
-EXTRAS ?= dev,bench,amd,simulator
+EXTRAS ?= dev,bench,amd,simulator,hopper
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRAS)
 

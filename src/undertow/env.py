@@ -14,6 +14,7 @@ class Settings:
 
     checked: bool
     triton_interpret: bool
+    hopper_objects: str
 
 
 def settings() -> Settings:
@@ -21,10 +22,12 @@ def settings() -> Settings:
 
     UNDERTOW_CHECKED=1    validate the values of device tensors too, poison and fence scratch (synchronises)
     TRITON_INTERPRET=1    Triton's own switch: its kernels run on CPU tensors, for tests
+    UNDERTOW_HOPPER_OBJECTS=folder    what `undertow build` wrote there is loaded instead of compiled
     """
     return Settings(
         checked=os.environ.get("UNDERTOW_CHECKED", "0") == "1",
         triton_interpret=os.environ.get("TRITON_INTERPRET", "0") == "1",
+        hopper_objects=os.environ.get("UNDERTOW_HOPPER_OBJECTS", ""),
     )
 
 
