@@ -12,6 +12,7 @@ from typing import Any
 from .cost import padding_tax
 from .kernels.flydsl import KERNEL as FLYDSL
 from .kernels.flydsl import LOW_MEMORY as FLYDSL_LOW_MEMORY
+from .kernels.hopper import KERNEL as HOPPER
 from .kernels.spec import Kernel
 from .kernels.torch_tiled import KERNEL as TORCH_TILED
 from .kernels.triton import KERNEL as TRITON
@@ -20,7 +21,7 @@ from .kernels.vendor import aiter
 from .problem import Problem
 from .target import Target
 
-KERNELS: tuple[Kernel, ...] = (aiter.ASM, TRITON, FLYDSL, TORCH_TILED, *VENDOR)
+KERNELS: tuple[Kernel, ...] = (aiter.ASM, HOPPER, TRITON, FLYDSL, TORCH_TILED, *VENDOR)
 """What is chosen from, in the order of preference that holds where nothing was measured.
 
 On AMD, where nothing of ours was measured, the vendor's assembly comes first wherever it takes the call natively; then

@@ -19,30 +19,9 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .geometry import SHARED_BYTES, Geometry, cutlass_dtype, fake, fake_stream
-from .main_device import (
-    K_MAJOR,
-    LN2,
-    MN_MAJOR,
-    SLOTS,
-    WARPGROUP,
-    WARPS,
-    Backward,
-    Cut,
-    Ring,
-    Source,
-    Sources,
-    Work,
-    arrive,
-    chain,
-    chain_rs,
-    expect,
-    following,
-    fragment_b,
-    load,
-    narrow,
-    operand_shape,
-    part_a,
-    turned,
+from .pieces_device import (
+    K_MAJOR, LN2, MN_MAJOR, SLOTS, WARPGROUP, WARPS, Cut, Ring, Source, Sources, Work, arrive, chain, chain_rs, clear,
+    draw, expect, following, fragment_b, load, narrow, operand_shape, part_a, row_of, store_rows, turned,
 )  # fmt: skip
 
 HALF, ROWS = 64, 128
@@ -194,8 +173,6 @@ class DqBackward:
 
     # ---------------------------------------------------------------- producer
 
-    _segment_of = Backward._segment_of
-
     @cute.jit
     def _produce(self, sources, shared, work):
         """Draw items, hand them to the consumers, and load their tiles: the last K, Q and dO, V, then K, V downward."""
@@ -248,20 +225,8 @@ class DqBackward:
     def _item(self, sources, work, ticket):
         """Decode a ticket, see `__call__` for the order."""
         table, heads = sources.table, sources.q.tensor.shape[2]
-        s = Int32(0)
-        if work.columns == heads:  # else a dense batch, whose segments are alike
-            s = self._segment_of(table, ticket // heads)
-        first = table[7, s]
-        tiles = table[7, s + 1] - first
-        local = ticket - first * work.columns
-        block = local // (tiles * work.together)
-        width = cutlass.min(work.together, work.columns - block * work.together)
-        inside = local - block * tiles * work.together
-        m = inside // width
-        column = block * work.together + inside - m * width
+        s, m, head, tiles = draw(table, work, ticket, heads)
         m = tiles - 1 - m
-        head = column % heads
-        s += column // heads
         len_q, len_k, shift = table[3, s], table[4, s], table[8, s]
         n_lo, n_hi = self._key_tiles(m * ROWS, ROWS, len_q, len_k, shift, work)
         return Item(
@@ -319,8 +284,8 @@ class DqBackward:
                         cute.arch.mbarrier_wait(s_k.full + k_at, k_phase)
                         cute.arch.mbarrier_wait(s_v.full + v_at, v_phase)
                         if j0 + self.keys > item.len_k:
-                            self._clear(t, s_k.tiles, k_at, item.len_k - j0)
-                            self._clear(t, s_v.tiles, v_at, item.len_k - j0)
+                            clear(s_k.tiles, k_at, item.len_k - j0, t, WARPGROUP)
+                            clear(s_v.tiles, v_at, item.len_k - j0, t, WARPGROUP)
                             cute.arch.fence_view_async_shared()
                             cute.arch.barrier(barrier_id=CLEARED + g, number_of_threads=WARPGROUP)
                         acc_s, acc_dp = self._scores(mma_s), self._scores(mma_s)
@@ -370,7 +335,8 @@ class DqBackward:
                     else:
                         arrive(s_q.empty + g)
                     k_at, k_phase, v_at, v_phase = self._skip(shared, lo - item.n_lo, k_at, k_phase, v_at, v_phase)
-                self._write(t, acc_dq, dq, item, i0, scale * LN2)
+                at = (item.b, item.q0, item.head)
+                store_rows(t, acc_dq, dq, at, i0, item.len_q, item.room, geo.head_dim_qk, scale * LN2)
                 arrive(shared.items.empty + slot)
                 slot, slot_phase = following(slot, slot_phase, SLOTS)
 
@@ -404,16 +370,6 @@ class DqBackward:
         return k_at, k_phase, v_at, v_phase
 
     @cute.jit
-    def _clear(self, t, s, stage, first):
-        """Zero rows `first` on: other segments' keys, maybe NaN. Both warpgroups do, before they read."""
-        zeros = cute.make_rmem_tensor((8,), s.element_type)
-        zeros.fill(0.0)
-        for row in cutlass.range(first + t // 2, self.keys, WARPGROUP // 2, unroll=1):
-            line = s[row, None, stage]
-            for c in cutlass.range_constexpr(cute.size(s, mode=[1]) // 16):
-                cute.autovec_copy(zeros, cute.local_tile(line, (8,), (2 * c + t % 2,)))
-
-    @cute.jit
     def _p(self, t, acc, lse, i0, cut, scale):
         """P = exp2(scale S - LSE), masked where the tile is cut."""
         for i in cutlass.range_constexpr(cute.size(acc)):
@@ -442,35 +398,6 @@ class DqBackward:
         for i in cutlass.range_constexpr(cute.size(p)):
             dp[i] = p[i] * (dp[i] - d[i // 2 % 2])
 
-    @cute.jit
-    def _write(self, t, acc, out, item, i0, scale):
-        """Store this warpgroup's 64 rows; rows beyond the segment's queries, up to the next segment, become zero."""
-        dtype, groups, place = out.element_type, self.geo.head_dim_qk // 8, cute.arch.lane_idx() % 4
-        for r in cutlass.range_constexpr(2):
-            row = i0 + row_of(t) + 8 * r
-            line = out[item.b, item.q0 + cutlass.min(row, item.room - 1), item.head, None].iterator
-            for j in cutlass.range_constexpr(0, groups, 4):
-                here = min(4, groups - j)
-                words = cute.make_rmem_tensor((4,), Int32)
-                pairs = cute.recast_tensor(words, dtype)
-                for i in cutlass.range_constexpr(2 * here):
-                    value = acc[4 * j + 4 * (i // 2) + 2 * r + i % 2] * scale if row < item.len_q else Float32(0.0)
-                    pairs[i] = value.to(dtype)
-                if const_expr(here == 4):
-                    transpose(words, place)
-                    if row < item.room:
-                        at = cute.assume(8 * j + 8 * place, divby=8)
-                        eight = cute.make_tensor(line + at, cute.make_layout((8,)))
-                        cute.autovec_copy(words, cute.recast_tensor(eight, Int32))
-                elif row < item.room:
-                    for i in cutlass.range_constexpr(here):
-                        at = cute.assume(8 * j + 8 * i + 2 * place, divby=2)
-                        two = cute.make_tensor(pairs.iterator + 2 * i, cute.make_layout((2,)))
-                        cute.autovec_copy(two, cute.make_tensor(line + at, cute.make_layout((2,))))
-
-
-# ---------------------------------------------------------------- pieces
-
 
 def rings(d_qk: int, d_v: int) -> tuple[int, int, int]:
     """Keys of a tile, stages of K and of V: 128 keys where registers hold them, and as deep as shared memory is.
@@ -483,20 +410,3 @@ def rings(d_qk: int, d_v: int) -> tuple[int, int, int]:
             if 2 * keys * (k * d_qk + v * d_v) <= room:
                 return keys, k, v
     raise ValueError(f"head dims {d_qk}/{d_v} need more shared memory than a block has")
-
-
-def row_of(t):
-    """The first of the two rows, 8 apart, that thread t holds of 64."""
-    return (t // 32) * 16 + cute.arch.lane_idx() // 4
-
-
-@cute.jit
-def transpose(words, place):
-    """Of four words a lane and four lanes: lane `place` ends with word `place` of each, in order."""
-    for bit in cutlass.range_constexpr(2):
-        upper = (place >> bit) % 2 == 1
-        for i in cutlass.range_constexpr(4):
-            if const_expr((i >> bit) % 2 == 0):
-                k = i + (1 << bit)
-                other = cute.arch.shuffle_sync_bfly(words[i] if upper else words[k], offset=1 << bit)
-                words[i], words[k] = (other if upper else words[i]), (words[k] if upper else other)

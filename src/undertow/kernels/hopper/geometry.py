@@ -1,0 +1,123 @@
+"""The tile of a head-dim pair on Hopper, and what it needs. The standard library only, until something is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...problem import Problem
+
+SHARED_BYTES = 227 * 1024
+REGISTERS = 208
+"""What accumulators and operands may take of a consumer thread's 240 registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """One build: head dims, rows of a query and a key tile, and the depth of the rings in shared memory.
+
+    `early` k-blocks of the dK product run beside dQ's way out, the rest beside the next exponentials. Without `dq` the
+    kernel leaves dQ to another one (the deterministic plan).
+    """
+
+    head_dim_qk: int
+    head_dim_v: int
+    dtype: str = "bf16"
+    tile_q: int = 64
+    tile_kv: int = 128
+    q_stages: int = 2
+    do_stages: int = 2
+    early: int = 1
+    dq: bool = True
+
+    @property
+    def d_qk(self) -> int:
+        """head_dim_qk as multiplied: a multiple of 16; of 32 where two warpgroups share dQ's columns."""
+        step = 32 if self.tile_q == 64 and self.dq else 16
+        return -(-self.head_dim_qk // step) * step
+
+    @property
+    def d_v(self) -> int:
+        """head_dim_v as multiplied."""
+        return -(-self.head_dim_v // 16) * 16
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that one warpgroup multiplies: half of 64 rows, or all of its own 64 rows of 128."""
+        return self.d_qk // 2 if self.tile_q == 64 else self.d_qk
+
+    @staticmethod
+    def atom(columns: int) -> int:
+        """The widest swizzle atom, in elements, that divides `columns`."""
+        return next(w for w in (64, 32, 16, 8) if columns % w == 0)
+
+    @property
+    def registers(self) -> int:
+        """Accumulator and operand registers a consumer thread holds at the fullest moment."""
+        own = (self.d_qk + self.d_v) * self.tile_kv // 256
+        scores = self.tile_q * self.tile_kv // 256
+        return own + max(scores + scores // 2, self.tile_q * self.d_qk // 256 if self.dq else 0)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: K, V, the rings of Q and dO, dS, dQ on its way out, statistics, barriers."""
+        tiles = self.tile_kv * (self.d_qk + self.d_v) + self.tile_q * (
+            self.q_stages * self.d_qk + self.do_stages * self.d_v + (self.tile_kv if self.dq else 0)
+        )
+        return 2 * tiles + 4 * self.tile_q * ((self.d_qk if self.dq else 0) + 2 * self.q_stages) + 512
+
+    @property
+    def feasible(self) -> bool:
+        """Whether registers and shared memory hold it."""
+        return self.registers <= REGISTERS and self.shared_bytes <= SHARED_BYTES
+
+
+def choose(head_dim_qk: int, head_dim_v: int, dtype: str = "bf16", *, dq: bool = True) -> Geometry | None:
+    """The geometry for a pair of head dims; None where no tile fits. 128 query rows where registers hold them."""
+    wide = Geometry(head_dim_qk, head_dim_v, dtype, 128, dq=dq)
+    narrow = Geometry(head_dim_qk, head_dim_v, dtype, 64, dq=dq)
+    return next((g for g in (wide, narrow, replace(narrow, do_stages=1)) if g.feasible), None)
+
+
+def query_tiles(problem: Problem, geometry: Geometry) -> int:
+    """Query tiles of all segments, from above where lengths are on the device."""
+    return _tiles(problem.is_packed, problem.total_q, problem.max_seqlen_q, problem.batch, geometry.tile_q)
+
+
+def key_tiles(problem: Problem, geometry: Geometry) -> int:
+    """Key tiles of all segments, at least one each, from above where lengths are on the device."""
+    return _tiles(problem.is_packed, problem.total_k, problem.max_seqlen_k, problem.batch, geometry.tile_kv)
+
+
+def dq_tiles(problem: Problem, geometry: Geometry) -> int:
+    """Query tiles of the deterministic plan's second kernel, which own dq rows, from above."""
+    return _tiles(problem.is_packed, problem.total_q, problem.max_seqlen_q, problem.batch, geometry.tile_kv)
+
+
+def _tiles(packed: bool, total: int, longest: int, batch: int, rows: int) -> int:
+    return total // rows + batch if packed else max(1, -(-longest // rows)) * batch
+
+
+def cutlass_dtype(name: str) -> Any:
+    """The DSL's type of a dtype name."""
+    import cutlass
+
+    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]
+
+
+def fake(dtype: Any, rank: int, fixed: dict[int, int] | None = None) -> Any:
+    """A tensor to compile for: free extents but the `fixed`, free strides but the last, 16-byte aligned rows."""
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    divisor = max(1, 128 // dtype.width) if rank > 2 else 1
+    shape = tuple((fixed or {}).get(i, cute.sym_int32()) for i in range(rank))
+    strides = tuple(1 if i == rank - 1 else cute.sym_int64(divisibility=divisor) for i in range(rank))
+    return make_fake_tensor(dtype, shape, strides, assumed_align=16 if rank > 2 else 4)
+
+
+def fake_stream() -> Any:
+    """torch's current stream, found at each call."""
+    from cutlass.runtime import make_fake_stream
+
+    return make_fake_stream(use_tvm_ffi_env_stream=True)

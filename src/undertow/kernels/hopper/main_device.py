@@ -1,0 +1,522 @@
+"""The fused backward for Hopper in CuTe DSL: five GEMMs, one key tile a block, dQ added up by the copy engine.
+
+A block is a producer warp and two warpgroups of consumers. Warpgroup g owns rows 64 g on of the key tile and works on
+transposed scores, so that P^T is the register operand of dV. What runs beside what, in one step:
+
+    tensor cores   dP^T  dV        | dQ  dK (first part)   | S^T of the next tile  dK (rest) |
+    other units          dS^T, its way to shared memory | dQ on its way out | next P^T = exp2 |
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu.warpgroup import OperandSource
+from cutlass.memory import SmemAllocator
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from .geometry import Geometry, cutlass_dtype, fake, fake_stream
+from .pieces_device import (
+    CONSUMERS, K_MAJOR, LN2, MN_MAJOR, SLOTS, WARPGROUP, WARPS, Cut, Ring, Source, Sources, Work, arrive, chain,
+    chain_rs, clear, draw, expect, following, fragment_b, load, narrow, operand_shape, own, part_a, row_of, store_rows,
+    turned,
+)  # fmt: skip
+
+STAGED, DS_FREE, DS_FULL, CLEARED = 1, 3, 5, 6
+"""Named barriers: STAGED + g and DS_FREE + g belong to warpgroup g, the others to both."""
+
+
+class Shared(NamedTuple):
+    """A block's shared memory. `stats` goes with the stages of `q`; `items` holds the work drawn, see `Item`."""
+
+    kv: Ring
+    v: Any
+    q: Ring
+    do: Ring
+    ds: Any
+    out: Any
+    stats: Any
+    items: Ring
+
+
+class Item(NamedTuple):
+    """One key tile of one head.
+
+    Tile, kv head, batch index, first key row, lengths, key rows up to the next segment, key on the diagonal of query 0,
+    query tiles [m_lo, m_hi) and the one to begin with, first query tile in memory, first query row.
+    """
+
+    n: Any
+    head: Any
+    b: Any
+    k0: Any
+    len_q: Any
+    len_k: Any
+    room: Any
+    shift: Any
+    m_lo: Any
+    m_hi: Any
+    m_first: Any
+    tile0: Any
+    q0: Any
+
+
+class Mmas(NamedTuple):
+    """One tiled MMA a product; dP^T is multiplied as S^T is."""
+
+    s: Any
+    dv: Any
+    dk: Any
+    dq: Any
+
+
+class Backward:
+    """The kernel of one Geometry, for `cute.compile`."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geo = geometry
+
+    def arguments(self) -> tuple:
+        """Arguments to compile for: every length and stride free, but the last stride, which is 1."""
+        geo, dtype = self.geo, cutlass_dtype(self.geo.dtype)
+        tensors = [fake(dtype, 4) for _ in range(4)]
+        stats, dq_acc = fake(Float32, 4, {2: 2, 3: geo.tile_q}), fake(Float32, 3)
+        outputs = [fake(dtype, 4) for _ in range(2)]
+        scalars = (Int32(1), Int32(1), Float32(1.0), Int32(1), Int32(1), Int32(1))
+        return *tensors, stats, dq_acc, *outputs, fake(Int32, 2), fake(Int32, 1), *scalars, fake_stream()
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor, stats: cute.Tensor,
+        dq_acc: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, table: cute.Tensor, counter: cute.Tensor,
+        columns: Int32, together: Int32, scale: Float32, left: Int32, right: Int32, blocks: Int32, stream,
+    ):  # fmt: skip
+        """Launch `blocks` persistent blocks, which draw key tiles of heads.
+
+        In this order: of each segment (dense: of the batch) `together` of the `columns` (heads; dense: heads of all
+        segments) at a time, and of those the first key tiles first, which are the longest of a causal mask.
+
+        q, dout (b, s, h, d) and k, v, dk, dv alike with any strides; stats (nheads_q, tiles, 2, tile_q) fp32: LSE in
+        base 2 (+inf for rows that see nothing), D; dq_acc (nheads_q, tiles, tile_q * d) fp32 in the accumulators'
+        order; table int32 (9, batch + 1), see side_device.write_table; counter int32, 0; scale is in base 2.
+        """
+        geo, dtype = self.geo, cutlass_dtype(self.geo.dtype)
+        layouts = self._layouts(dtype)
+        sources = []
+        for tensor, layout, rows, dim in (
+            (q, layouts[0], geo.tile_q, geo.d_qk), (k, layouts[1], geo.tile_kv, geo.d_qk),
+            (v, layouts[2], geo.tile_kv, geo.d_v), (dout, layouts[3], geo.tile_q, geo.d_v),
+        ):  # fmt: skip
+            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            info = cpasync.make_tiled_tma_atom(load, view, cute.select(layout, mode=[0, 1]), (rows, dim))
+            sources.append(Source(info.atom, info.tma_tensor))
+        self._kernel(
+            Sources(*sources, stats, table, counter), layouts, self._mmas(dtype), dq_acc, dk, dv,
+            Work(columns, together, left, right), scale,
+        ).launch(grid=[blocks, 1, 1], block=[3 * WARPGROUP, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    def _layouts(self, dtype):
+        """Shared-memory layouts of q, k, v, do, ds: atoms that divide what a warpgroup reads along either axis."""
+        geo, atom = self.geo, warpgroup.SmemLayoutAtomKind
+        wide = {64: atom.K_SW128, 32: atom.K_SW64, 16: atom.K_SW32, 8: atom.K_INTER}
+
+        def ring(kind, shape, order=(0, 1, 2)):
+            return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=order)
+
+        return (
+            ring(wide[geo.atom(geo.d_qk)], (geo.tile_q, geo.d_qk, geo.q_stages)),
+            ring(wide[geo.atom(geo.dq_columns)], (geo.tile_kv, geo.d_qk, 1)),
+            ring(wide[geo.atom(geo.d_v)], (geo.tile_kv, geo.d_v, 1)),
+            ring(wide[geo.atom(geo.d_v)], (geo.tile_q, geo.d_v, geo.do_stages)),
+            ring(atom.MN_SW128, (geo.tile_q, geo.tile_kv, 1), (1, 0, 2)),
+        )
+
+    def _mmas(self, dtype):
+        """The four products."""
+        geo = self.geo
+
+        def mma(a, b, layout, n, source=OperandSource.SMEM):
+            return make_trivial_tiled_mma(dtype, dtype, a, b, Float32, layout, (64, n), source)
+
+        over_kv = (2, 1, 1)
+        over_dq = (1, 2, 1) if geo.tile_q == 64 else (2, 1, 1)
+        ds_from = OperandSource.SMEM if geo.dq else OperandSource.RMEM
+        return Mmas(
+            mma(K_MAJOR, K_MAJOR, over_kv, geo.tile_q),  # S^T = K Q^T, dP^T = V dO^T
+            mma(K_MAJOR, MN_MAJOR, over_kv, geo.d_v, OperandSource.RMEM),  # dV = P^T dO
+            mma(K_MAJOR, MN_MAJOR, over_kv, geo.d_qk, ds_from),  # dK = dS^T Q
+            mma(MN_MAJOR, MN_MAJOR, over_dq, geo.dq_columns),  # dQ = dS K
+        )
+
+    @cute.kernel
+    def _kernel(
+        self, sources: Sources, layouts: tuple, mmas: Mmas, dq_acc: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor,
+        work: Work, scale: Float32,
+    ):  # fmt: skip
+        tid, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(tid // WARPGROUP)
+        shared = self._shared(layouts, tid)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(24)
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                self._produce(sources, shared, work)
+        else:
+            cute.arch.setmaxregister_increase(240)
+            self._consume(group - 1, tid % WARPGROUP, shared, mmas, dq_acc, dk, dv, work, scale)
+
+    def _shared(self, layouts, tid):
+        """Place everything in shared memory and initialise the mbarriers."""
+        geo, dtype = self.geo, cutlass_dtype(self.geo.dtype)
+        smem = SmemAllocator()
+        place = lambda layout: smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        plain = lambda kind, shape: smem.allocate_tensor(kind, cute.make_layout(shape), byte_alignment=1024)
+        k, v, q, do = place(layouts[1]), place(layouts[2]), place(layouts[0]), place(layouts[3])
+        ds = place(layouts[4]) if geo.dq else None
+        out = plain(Float32, (geo.tile_q * geo.d_qk,)) if geo.dq else None
+        stats = smem.allocate_tensor(Float32, cute.make_layout((geo.tile_q, 2, geo.q_stages)), byte_alignment=128)
+        items = smem.allocate_tensor(Int32, cute.make_layout((16, SLOTS)), byte_alignment=16)
+        rings, sizes = [], (1, geo.q_stages, geo.do_stages, SLOTS)
+        for tiles, stages in zip((k, q, do, items), sizes, strict=True):
+            bars = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
+            rings.append(Ring(tiles, bars, bars + stages, stages))
+        self._init(tid, rings)
+        kv, q, do, items = rings
+        return Shared(kv, v, q, do, ds, out, stats, items)
+
+    @cute.jit
+    def _init(self, tid, rings):
+        """A stage is filled by one thread and emptied by eight warps."""
+        if tid == 0:
+            for ring in rings:
+                for i in cutlass.range_constexpr(ring.stages):
+                    cute.arch.mbarrier_init(ring.full + i, 1)
+                    cute.arch.mbarrier_init(ring.empty + i, WARPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+    # ---------------------------------------------------------------- producer
+
+    @cute.jit
+    def _produce(self, sources, shared, work):
+        """Draw items, hand them to the consumers, and load their tiles: K, V, then Q with its statistics and dO.
+
+        Query tiles downward, the heads of a group innermost, so that the blocks of a head are at the same tile at a
+        time and dQ is added up in the L2 cache; under a window, from the same multiple of the window.
+        """
+        geo, lane = self.geo, cute.arch.lane_idx()
+        heads = sources.stats.shape[0] // sources.k.tensor.shape[2]
+        stage, phase, do_stage, do_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        slot, slot_phase, kv_phase = Int32(0), Int32(0), Int32(0)
+        items = sources.table[7, sources.table.shape[1] - 1] * sources.k.tensor.shape[2]
+        more = Int32(1)
+        while more > 0:
+            ticket = Int32(0)
+            if lane == 0:
+                ticket = cute.arch.atomic_add(sources.counter.iterator, Int32(1))
+            ticket = cute.arch.shuffle_sync(ticket, 0)
+            cute.arch.mbarrier_wait(shared.items.empty + slot, slot_phase ^ 1)
+            if ticket >= items:
+                if lane == 0:
+                    shared.items.tiles[0, slot] = Int32(-1)
+                    cute.arch.mbarrier_arrive(shared.items.full + slot)
+                more = Int32(0)
+            else:
+                item = self._item(sources, work, ticket)
+                if lane == 0:
+                    for i in cutlass.range_constexpr(len(item)):
+                        shared.items.tiles[i, slot] = item[i]
+                    cute.arch.mbarrier_arrive(shared.items.full + slot)
+                if item.m_lo < item.m_hi:
+                    cute.arch.mbarrier_wait(shared.kv.empty, kv_phase ^ 1)
+                    kv_phase ^= 1
+                    row = item.k0 + item.n * geo.tile_kv
+                    expect(shared.kv.full, geo.tile_kv * (geo.d_qk + geo.d_v) * 2)
+                    load(sources.k, shared.kv.tiles, 0, row, item.head, item.b, shared.kv.full)
+                    load(sources.v, shared.v, 0, row, item.head, item.b, shared.kv.full)
+                    m, h = item.m_first, Int32(0)
+                    for _ in cutlass.range(heads * (item.m_hi - item.m_lo), unroll=1):
+                        row = item.q0 + m * geo.tile_q
+                        cute.arch.mbarrier_wait(shared.q.empty + stage, phase ^ 1)
+                        expect(shared.q.full + stage, geo.tile_q * (geo.d_qk * 2 + 8))
+                        load(sources.q, shared.q.tiles, stage, row, item.head * heads + h, item.b, shared.q.full + stage)
+                        stats = sources.stats[item.head * heads + h, item.tile0 + m, None, None].iterator
+                        bulk_load(shared.stats[None, None, stage].iterator, stats, geo.tile_q * 8, shared.q.full + stage)
+                        cute.arch.mbarrier_wait(shared.do.empty + do_stage, do_phase ^ 1)
+                        expect(shared.do.full + do_stage, geo.tile_q * geo.d_v * 2)
+                        load(
+                            sources.do, shared.do.tiles, do_stage, row, item.head * heads + h, item.b, shared.do.full + do_stage
+                        )
+                        stage, phase = following(stage, phase, geo.q_stages)
+                        do_stage, do_phase = following(do_stage, do_phase, geo.do_stages)
+                        h += 1
+                        if h == heads:
+                            h = Int32(0)
+                            m -= 1
+                            if m < item.m_lo:
+                                m = item.m_hi - 1
+                slot, slot_phase = following(slot, slot_phase, SLOTS)
+
+    @cute.jit
+    def _item(self, sources, work, ticket):
+        """Decode a ticket, see `__call__` for the order."""
+        geo, table, heads_kv = self.geo, sources.table, sources.k.tensor.shape[2]
+        s, n, head, _ = draw(table, work, ticket, heads_kv)
+        len_q, len_k, shift = table[3, s], table[4, s], table[8, s]
+        j0 = n * geo.tile_kv
+        lo = cutlass.max(0, j0 - work.right - shift)
+        hi = cutlass.min(len_q, cutlass.min(j0 + geo.tile_kv, len_k) + work.left - shift)
+        m_lo = lo // geo.tile_q
+        m_hi = (hi + geo.tile_q - 1) // geo.tile_q
+        if (j0 >= len_k) | (lo >= hi):
+            m_hi = m_lo
+        period = (work.left + work.right + geo.tile_kv - 1) // geo.tile_q + 2  # tiles a key tile sees, at most
+        m_first = (m_hi - 1) // period * period + period - 1
+        if m_first >= m_hi:
+            m_first = cutlass.max(m_lo - 1, m_first - period)
+        if m_first < m_lo:
+            m_first = m_hi - 1
+        places = (table[6, s], table[1, s])
+        return Item(n, head, table[0, s], table[2, s], len_q, len_k, table[5, s], shift, m_lo, m_hi, m_first, *places)
+
+    # ---------------------------------------------------------------- consumers
+
+    @cute.jit
+    def _consume(self, g, t, shared, mmas, dq_acc, dk, dv, work, scale):
+        """Warpgroup g, thread t: every item's dK and dV in registers, dQ tile by tile into dq_acc."""
+        geo, lane = self.geo, cute.arch.lane_idx()
+        first = g * WARPGROUP  # uniform, so that descriptors stay in uniform registers
+        s_q, s_do, s_k = shared.q, shared.do, shared.kv
+        f_k, f_q = mmas.s.make_fragment_A(part_a(mmas.s, first, s_k.tiles)), fragment_b(mmas.s, first, s_q.tiles)
+        f_v, f_do = mmas.s.make_fragment_A(part_a(mmas.s, first, shared.v)), fragment_b(mmas.s, first, s_do.tiles)
+        f_dot, f_qt = fragment_b(mmas.dv, first, turned(s_do.tiles)), fragment_b(mmas.dk, first, turned(s_q.tiles))
+        f_ds, f_dst, f_kt, store = None, None, None, None
+        if const_expr(geo.dq):
+            f_ds = mmas.dq.make_fragment_A(part_a(mmas.dq, first, shared.ds))
+            f_dst = mmas.dk.make_fragment_A(part_a(mmas.dk, first, turned(shared.ds)))
+            f_kt = fragment_b(mmas.dq, first, turned(s_k.tiles))
+            store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass_dtype(geo.dtype))
+            cute.arch.barrier_arrive(barrier_id=DS_FREE + 1 - g, number_of_threads=CONSUMERS)
+        acc_dk = cute.make_rmem_tensor(mmas.dk.get_slice(0).partition_shape_C((geo.tile_kv, geo.d_qk)), Float32)
+        acc_dv = cute.make_rmem_tensor(mmas.dv.get_slice(0).partition_shape_C((geo.tile_kv, geo.d_v)), Float32)
+        p = cute.make_rmem_tensor(operand_shape(geo.tile_q), cutlass_dtype(geo.dtype))
+        ds = cute.make_rmem_tensor(operand_shape(geo.tile_q), cutlass_dtype(geo.dtype))
+        stage, phase, do_stage, do_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        slot, slot_phase, kv_phase = Int32(0), Int32(0), Int32(0)
+        more = Int32(1)
+        while more > 0:
+            cute.arch.mbarrier_wait(shared.items.full + slot, slot_phase)
+            if cute.arch.make_warp_uniform(shared.items.tiles[0, slot]) < 0:
+                more = Int32(0)
+            else:
+                item = Item(*[cute.arch.make_warp_uniform(shared.items.tiles[i, slot]) for i in range(len(Item._fields))])
+                acc_dk.fill(0.0)
+                acc_dv.fill(0.0)
+                if item.m_lo < item.m_hi:
+                    cut = Cut(item.n * geo.tile_kv, item.len_k, item.shift, work.left, work.right)
+                    cute.arch.mbarrier_wait(s_k.full, kv_phase)
+                    kv_phase ^= 1
+                    if cut.j0 + geo.tile_kv > cut.len_k:
+                        clear(s_k.tiles, 0, cut.len_k - cut.j0, first + t, CONSUMERS)
+                        clear(shared.v, 0, cut.len_k - cut.j0, first + t, CONSUMERS)
+                        cleared()
+                    row_tiles, heads = dq_acc.shape[1], dq_acc.shape[0] // dk.shape[2]
+                    m, h = item.m_first, Int32(0)
+                    tile = cute.arch.make_warp_uniform((item.head * heads + h) * row_tiles + item.tile0 + m)
+                    wait_rows(s_q, stage, phase, item.len_q - m * geo.tile_q, first + t)
+                    acc_s = self._scores(mmas)
+                    warpgroup.fence()
+                    chain(mmas.s, acc_s, f_k, f_q, stage)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(0)
+                    self._p(g, t, acc_s, p, shared, stage, m * geo.tile_q, cut, scale)
+                    steps = heads * (item.m_hi - item.m_lo)
+                    for step in cutlass.range(steps, unroll=1):
+                        wait_rows(s_do, do_stage, do_phase, item.len_q - m * geo.tile_q, first + t)
+                        acc_dp = self._scores(mmas)
+                        warpgroup.fence()
+                        chain(mmas.s, acc_dp, f_v, f_do, do_stage)
+                        warpgroup.commit_group()
+                        chain_rs(mmas.dv, acc_dv, p, f_dot, do_stage)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(1)
+                        self._ds(acc_dp, p, ds, shared, stage)
+                        if const_expr(geo.dq):
+                            self._share(g, first + t, ds, shared, mmas, store)
+                        warpgroup.wait_group(0)  # with dV in flight beside dQ and dK, ptxas would serialise
+                        arrive(s_do.empty + do_stage)
+                        do_stage, do_phase = following(do_stage, do_phase, geo.do_stages)
+                        if const_expr(geo.dq):
+                            acc_dq = cute.make_rmem_tensor(
+                                mmas.dq.get_slice(0).partition_shape_C((geo.tile_q, geo.d_qk)), Float32
+                            )
+                            warpgroup.fence()
+                            chain(mmas.dq, acc_dq, f_ds, f_kt, 0)
+                            warpgroup.commit_group()
+                            chain_part(mmas.dk, acc_dk, f_dst, f_qt, stage, 0, geo.early)
+                            warpgroup.commit_group()
+                            warpgroup.wait_group(1)
+                            cute.arch.barrier_arrive(barrier_id=DS_FREE + 1 - g, number_of_threads=CONSUMERS)
+                            self._add_dq(g, t, tile, acc_dq, dq_acc, shared)
+                        here = stage
+                        stage, phase = following(stage, phase, geo.q_stages)
+                        h += 1
+                        tile += row_tiles
+                        if h == heads:
+                            h = Int32(0)
+                            m -= 1
+                            tile -= heads * row_tiles + 1
+                            if m < item.m_lo:
+                                m = item.m_hi - 1
+                                tile += item.m_hi - item.m_lo
+                        if step + 1 < steps:
+                            wait_rows(s_q, stage, phase, item.len_q - m * geo.tile_q, first + t)
+                        acc_s = self._scores(mmas)  # behind the last step nobody reads it; a branch would serialise
+                        warpgroup.fence()
+                        chain(mmas.s, acc_s, f_k, f_q, stage)
+                        warpgroup.commit_group()
+                        if const_expr(geo.dq):
+                            chain_part(mmas.dk, acc_dk, f_dst, f_qt, here, geo.early, geo.tile_q // 16)
+                        else:
+                            chain_rs(mmas.dk, acc_dk, ds, f_qt, here)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(1)
+                        self._p(g, t, acc_s, p, shared, stage, m * geo.tile_q, cut, scale)
+                        warpgroup.wait_group(0)
+                        arrive(s_q.empty + here)
+                    arrive(s_k.empty)
+                at, row0 = (item.b, item.k0, item.head), item.n * geo.tile_kv + g * 64
+                store_rows(t, acc_dk, dk, at, row0, item.len_k, item.room, geo.head_dim_qk, scale * LN2)
+                store_rows(t, acc_dv, dv, at, row0, item.len_k, item.room, geo.head_dim_v, Float32(1.0))
+                arrive(shared.items.empty + slot)
+                slot, slot_phase = following(slot, slot_phase, SLOTS)
+        if const_expr(geo.dq):
+            if t == 0:
+                cute.arch.cp_async_bulk_wait_group(0)
+
+    def _scores(self, mmas):
+        return cute.make_rmem_tensor(mmas.s.get_slice(0).partition_shape_C((self.geo.tile_kv, self.geo.tile_q)), Float32)
+
+    @cute.jit
+    def _p(self, g, t, acc, p, shared, stage, i0, cut, scale):
+        """P^T = exp2(scale S^T - LSE), masked where the tile is cut, rounded."""
+        geo = self.geo
+        lse = row_pairs(shared.stats, 0, stage, geo.tile_q)
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for j in cutlass.range_constexpr(geo.tile_q // 8):
+            cute.autovec_copy(lse[None, j], pair)
+            for i in cutlass.range_constexpr(4):
+                acc[4 * j + i] = cute.arch.exp2(acc[4 * j + i] * scale - pair[i % 2])
+        outside = (cut.j0 + geo.tile_kv > cut.len_k) | (cut.j0 + geo.tile_kv - 1 - i0 - cut.shift > cut.right)
+        outside = outside | (i0 + geo.tile_q - 1 + cut.shift - cut.j0 > cut.left)
+        if outside:
+            self._mask(t, acc, cut.j0 + g * 64, i0, cut)
+        narrow(acc, p)
+
+    @cute.jit
+    def _mask(self, t, acc, j0, i0, cut):
+        """Zero what the band or the segment's end cuts off; j0 is the warpgroup's first key."""
+        for r in cutlass.range_constexpr(2):
+            key = j0 + row_of(t) + 8 * r
+            x = key - cut.shift - i0 - 2 * (cute.arch.lane_idx() % 4)
+            low, high = x - cut.right, x + cut.left
+            if key >= cut.len_k:
+                high = Int32(-1)
+            for j in cutlass.range_constexpr(self.geo.tile_q // 8):
+                for i in cutlass.range_constexpr(2):
+                    dead = (low > 8 * j + i) | (high < 8 * j + i)
+                    acc[4 * j + 2 * r + i] = cutlass.select_(dead, Float32(0.0), acc[4 * j + 2 * r + i])
+
+    @cute.jit
+    def _ds(self, acc_dp, p, ds, shared, stage):
+        """dS^T = P^T (dP^T - D), rounded."""
+        d = row_pairs(shared.stats, 1, stage, self.geo.tile_q)
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for j in cutlass.range_constexpr(self.geo.tile_q // 8):
+            cute.autovec_copy(d[None, j], pair)
+            for i in cutlass.range_constexpr(4):
+                acc_dp[4 * j + i] = Float32(p[4 * j + i]) * (acc_dp[4 * j + i] - pair[i % 2])
+        narrow(acc_dp, ds)
+
+    @cute.jit
+    def _share(self, g, thread, ds, shared, mmas, store):
+        """Put this warpgroup's dS^T beside the other's, once both have read the last one."""
+        copy = cute.make_tiled_copy_C(store, mmas.s).get_slice(thread)
+        cute.arch.barrier(barrier_id=DS_FREE + g, number_of_threads=CONSUMERS)
+        cute.copy(store, copy.retile(ds), copy.partition_D(turned(shared.ds))[None, None, None, 0])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS_FULL, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def _add_dq(self, g, t, tile, acc, dq_acc, shared):
+        """Add this warpgroup's part of one dQ tile to dq_acc through shared memory."""
+        half, count = self.geo.tile_q * self.geo.d_qk // 2, cute.size(acc)
+        if t == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=STAGED + g, number_of_threads=WARPGROUP)
+        source = cute.make_tensor(acc.iterator, cute.make_layout((4, count // 4)))
+        target = cute.make_tensor(
+            shared.out.iterator + cute.assume(g * half + t * 4, divby=4),
+            cute.make_layout((4, count // 4), stride=(1, 4 * WARPGROUP)),
+        )
+        cute.autovec_copy(source, target)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=STAGED + g, number_of_threads=WARPGROUP)
+        if t == 0:
+            bulk_add(dq_acc.iterator + (Int64(tile) * (2 * half) + g * half), shared.out.iterator + g * half, half * 4)
+            cute.arch.cp_async_bulk_commit_group()
+
+
+def row_pairs(stats, which, stage, rows):
+    """A statistic of the two query rows a thread holds in each group of 8: (2, rows / 8)."""
+    at = cute.assume(2 * (cute.arch.lane_idx() % 4), divby=2)
+    return cute.make_tensor(
+        stats[None, which, stage].iterator + at, cute.make_layout((2, rows // 8), stride=(1, 8))
+    )
+
+
+@cute.jit
+def wait_rows(ring, stage, phase, live, thread):
+    """Wait for a tile of query rows; rows beyond the segment may hold anything, NaN too, and are cleared."""
+    cute.arch.mbarrier_wait(ring.full + stage, phase)
+    if live < cute.size(ring.tiles, mode=[0]):
+        clear(ring.tiles, stage, live, thread, CONSUMERS)
+        cleared()
+
+
+@cute.jit
+def cleared():
+    """Show what both warpgroups cleared to the tensor cores."""
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=CLEARED, number_of_threads=CONSUMERS)
+
+
+@cute.jit
+def chain_part(mma, acc, a, b, stage, first: cutlass.Constexpr, last: cutlass.Constexpr):
+    """acc += A B over k-blocks first to last."""
+    mma = own(mma, True)
+    for k in cutlass.range_constexpr(first, last):
+        cute.gemm(mma, acc, a[None, None, k, 0], b[None, None, k, stage], acc)
+
+
+@cute.jit
+def bulk_load(target, source, nbytes: cutlass.Constexpr, bar):
+    """One thread copies nbytes to shared memory, counted by an mbarrier."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[target.toint(), source.toint(), Int32(nbytes), bar.toint()],
+        )
+
+
+@cute.jit
+def bulk_add(target, source, nbytes: cutlass.Constexpr):
+    """The calling thread adds nbytes of fp32 in shared memory to global memory."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), source.toint(), Int32(nbytes)],
+    )
+
