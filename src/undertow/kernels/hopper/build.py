@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...env import settings
-from .geometry import Geometry, choose
+from .geometry import Geometry, choose, launches
 
 ARCH = "sm_90a"
 DTYPES = ("bf16", "fp16")
@@ -183,11 +183,11 @@ def planned(dims: Iterable[tuple[int, int]], dtypes: Iterable[str]) -> list[tupl
     """
     found = []
     for (qk, v), dtype in itertools.product(dims, dtypes):
-        geometry = choose(qk, v, dtype) if dtype in DTYPES else None
-        if geometry is None:
+        plans = [choose(qk, v, dtype, dq=dq) for dq in (True, False)] if dtype in DTYPES else []
+        if not any(plans):
             raise ValueError(f"{qk}/{v} {dtype}, wanted head dims that a block can hold and one of {', '.join(DTYPES)}")
-        found.append(("main", geometry))
-    return found
+        found += [launch for geometry in plans if geometry for launch in launches(geometry)]
+    return list(dict.fromkeys(found))
 
 
 def export(geometries: Iterable[Geometry], folder: str | Path, kind: str = "main") -> list[Path]:
