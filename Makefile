@@ -6,7 +6,7 @@ EXTRAS ?= dev,bench,amd,simulator,hopper
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRAS)
 
-.PHONY: demo test lint test-slow test-amd test-gpu measure-cpu verify-gpu support-table clean
+.PHONY: demo test lint test-slow test-amd test-gpu measure-cpu verify-gpu support-table bench-tables clean
 
 demo: $(STAMP)
 	$(BIN)/undertow verify
@@ -40,6 +40,10 @@ verify-gpu: $(STAMP)
 
 support-table: $(STAMP)
 	$(BIN)/python tools/support_table.py README.md
+
+# After a run: cp DIR/record.json src/undertow/measured/h200.json
+bench-tables: $(STAMP)
+	$(BIN)/python tools/bench_tables.py --plots docs/bench.md
 
 $(STAMP): pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

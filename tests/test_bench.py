@@ -9,7 +9,7 @@ import torch
 
 from undertow import dispatch, schedule
 from undertow.instruments import bench as harness
-from undertow.instruments import clock, plot, proof, record
+from undertow.instruments import clock, plot, proof, record, runs
 from undertow.instruments.bench import Variant, bench, named_kernels
 from undertow.instruments.clock import Pace, Participant
 from undertow.instruments.ladder import ladder, launch_order, predicted_ratio
@@ -533,3 +533,172 @@ def test_claims_match_the_names_that_our_kernels_have():
 def test_variants_of_one_kernel_keep_their_labels():
     base = TILED.config(TINY["d40"].problem, TARGETS["cpu"], "backward")
     assert Variant("a", TILED, base).label == "a"
+
+
+# ---- a whole run
+
+
+def given(tmp_path, **fields):
+    plain = {"shapes": (), "kernels": ("torch_tiled",), "passes": ("backward",), "rounds": 1, "out": tmp_path}
+    return runs.Run(**plain | fields)
+
+
+@pytest.fixture
+def two_shapes(monkeypatch):
+    monkeypatch.setattr(runs, "tiny_shapes", lambda: (TINY["gqa"], TINY["d40"]))
+
+
+def test_a_run_goes_on_where_it_was_cut_off(tmp_path, two_shapes):
+    lines = []
+    list(runs.run(given(tmp_path, budget_s=1e-9), lines.append))
+    assert [line.split("] ")[1] for line in lines] == [
+        "out of time, not run: gqa and its like", "out of time, not run: d40 and its like"
+    ]  # fmt: skip
+    lost = replace(TILED, backward=lambda *a: (_ for _ in ()).throw(harness.DeviceLost("gone")))
+    assert not (tmp_path / "record.json").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "_failures", lambda: (ValueError,))
+        patch.setattr(runs, "named_kernels", lambda names: (lost,))
+        with pytest.raises(harness.DeviceLost):
+            list(runs.run(given(tmp_path), lines.append))
+    assert (tmp_path / "running").read_text() == "gqa"
+    list(runs.run(given(tmp_path, resume=True), lines.append))
+    found, _ = record.load(tmp_path / "record.json")
+    assert [r.shape for r in found.rows] == ["d40", "gqa"]
+    lines.clear()
+    list(runs.run(given(tmp_path, resume=True), lines.append))
+    assert lines == []
+    assert record.load(tmp_path / "record.json")[0] == found
+    assert (tmp_path / "backward.png").exists()
+
+
+def test_a_lost_device_ends_the_run_and_says_who(monkeypatch):
+    def broken(problem, config, tensors, scratch):
+        monkeypatch.setattr(clock, "synchronize", broken_clock)
+        raise RuntimeError("illegal address")
+
+    def broken_clock(device):
+        raise RuntimeError("still illegal")
+
+    with pytest.raises(harness.DeviceLost, match=r"gqa: torch_tiled raised RuntimeError: illegal address"):
+        only(replace(TILED, backward=broken))
+
+
+def test_passes_and_kernels_of_some_shapes_alone(tmp_path, two_shapes):
+    said = given(tmp_path, passes=("backward", "forward@gqa"), kernels=("torch_tiled", "sdpa_cpu_flash"),
+                 without=("sdpa*:d*",), out=None)  # fmt: skip
+    lines = []
+    list(runs.run(said, lines.append))
+    told = [line.split("] ")[1].split(":")[0] for line in lines]
+    assert told == ["gqa backward", "gqa forward", "d40 backward"]
+    assert "sdpa_cpu_flash cannot" in lines[-1]
+    assert runs._left_out(said)("sdpa_cpu_flash", "d40") == runs.LEFT_OUT
+    with pytest.raises(ValueError, match="pass is 'sideways'"):
+        list(runs.run(given(tmp_path, passes=("sideways@gqa",), out=None), lines.append))
+
+
+def test_a_kernel_without_a_forward_begins_with_the_fastest():
+    headless = replace(TILED, name="headless", forward=None)
+    proof_of = dict(proof.CLAIMS) | {"headless": proof.CLAIMS["torch_tiled"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "CLAIMS", proof_of)
+        found = bench((TINY["gqa"],), (headless, SDPA), device="cpu", passes=("forward", "both"), pace=QUICK)
+    forward, both = ({r.label: r for r in found.rows if r.which == which} for which in ("forward", "both"))
+    assert (forward["headless"].status, forward["headless"].reason) == ("cannot", "headless has no forward")
+    assert list(both) == ["headless+sdpa_cpu_flash", "sdpa_cpu_flash"]
+    assert {r.status for r in both.values()} == {"timed"}
+    assert {p.tensor for p in both["headless+sdpa_cpu_flash"].parity} == {"out", "lse", "dq", "dk", "dv"}
+    assert any("flash" in name for name, _ in both["headless+sdpa_cpu_flash"].launches)
+
+
+def test_the_ladder_of_a_machine(monkeypatch):
+    (s1,) = pick(("S1",))
+    assert runs._fitting(s1, TARGETS["gfx942"]) == "flydsl"
+    for said, name in ((("no objects",), "triton"), ((), "hopper")):
+        stand_in_kernel = SimpleNamespace(unsupported=lambda *a, said=said: said)
+        monkeypatch.setattr(runs.hopper, "KERNEL", stand_in_kernel)
+        assert runs._fitting(s1, H200) == name
+    with pytest.raises(ValueError, match="ladder kernel is 'x', wanted one of flydsl, hopper, triton"):
+        runs._ladder(given(None, ladder="S1", ladder_kernel="x"), QUICK)
+
+
+def test_clocks_of_a_step_come_from_time_clock_and_grid(monkeypatch, tmp_path):
+    base = TILED.config(TINY["gqa"].problem, TARGETS["cpu"], "backward")
+    monkeypatch.setattr(clock, "sm_ghz", lambda *a: 2.0)
+    monkeypatch.setattr(proof, "claimed", lambda *a: 0.5)
+    (step,) = ladder(TINY["gqa"], TILED, (("one", "", base),), device="cpu", pace=QUICK, walls=lambda *a: a[2])
+    tiles = sum(launch_order(TINY["gqa"].problem, base))
+    assert step.clocks == pytest.approx(step.row.ms * 0.5 * 2e6 * harness.detect("cpu").num_cus / tiles)
+    assert step.walls == 2.0
+    found = bench((TINY["gqa"],), (TILED,), device="cpu", pace=QUICK)
+    record.save(found, record.provenance(found, "cpu"), tmp_path / "r.json", (step,))
+    assert record.load_ladder(tmp_path / "r.json") == (step,)
+    assert plot.ladder_markdown((step,)).splitlines()[2].startswith("| one |")
+
+
+def test_the_share_of_the_claimed_kernels():
+    launches = (("kernel_cutlass__kernel_undertowkernelshoppermain_device", 900.0), ("finish_kernel", 100.0))
+    assert proof.claimed("hopper", launches, "backward") == 0.9
+    assert proof.claimed("hopper", (), "backward") == 0.0
+
+
+# ---- the tables of the docs
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    import sys
+    from pathlib import Path
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
+    import bench_tables
+
+    assert "bench_tables" in sys.modules
+    monkeypatch.setattr(bench_tables, "RECORD", tmp_path / "r.json")
+    return bench_tables
+
+
+def hopper_run(measured):
+    row = next(r for r in measured.rows if r.status == "timed" and r.which == "backward")
+
+    def made(label, shape, tflops, **fields):
+        named = {"label": label, "shape": shape, "tflops": tflops, "of_yardstick": tflops / 800, "vendor": "u" in label}
+        return replace(row, problem=pick((shape,))[0].problem, **named | fields)
+
+    rows = (
+        made("hopper", "S1", 600.0), made("flex", "S1", 140.0, vendor=True), made("triton", "S1", 300.0),
+        made("cudnn_frontend", "S1", 490.0), made("hopper", "S3", 500.0), made("cudnn_frontend", "S3", 552.0),
+        made("triton", "S3", 300.0), made("flex", "S3", 330.0, vendor=True),
+        made("hopper", "S7", 0.0, status="cannot", reason="too wide"), made("sdpa_cudnn", "S7", 350.0),
+    )  # fmt: skip
+    return replace(measured, rows=rows, yardsticks=(("S1", "backward", 800.0), ("S3", "backward", 800.0)))
+
+
+def test_the_tables_show_losses_beside_wins(measured, tables, tmp_path):
+    found = hopper_run(measured)
+    record.save(found, record.provenance(found, "cpu", commit="abcdef0123"), tmp_path / "r.json")
+    text = tables.tables()
+    lines = {line.split(" | ")[0].strip("| "): line for line in tables.hopper_table(found).splitlines()}
+    assert lines["S1"].endswith("| 600 hopper | 75.0% | 1.22 | must |")
+    assert "| 490 cudnn_frontend | 521 (64%) flash_attn_4 | 565 (70%) | 640 (79%) |" in lines["S1"]
+    assert lines["S3"].endswith("| 500 hopper | 62.5% | **0.91** | not reached |")
+    assert "| none |  |  | not reached |" in lines["S7"]
+    assert "Behind the best peer of the run: S3 (0.91 of cudnn_frontend)." in text
+    assert "S7" in text.split("Short of must: ")[1].split("\n")[0]
+    assert "| S1 | 300.0 | 37.5% | 140.0 | 2.14 | 2 | 138.6 |" in text
+    assert "**0.91** | 1 | 331.4 |" in text
+    assert "* hopper, S7: too wide" in text
+    assert "commit abcdef0 (clean)" in text
+    page = f"a\n{tables.BEGIN}\nold\n{tables.END}\nb\n"
+    assert tables.replaced(tables.replaced(page)) == tables.replaced(page)
+    tables.draw(tmp_path)
+    assert (tmp_path / "bench_backward.png").exists()
+
+
+def test_without_a_record_the_tables_say_so(tables):
+    assert tables.tables() == tables.NONE
+
+
+def test_goals_are_of_named_shapes(tables):
+    pick(tuple(tables.GOALS) + tuple(tables.PORTABLE))
+    assert all(must < aim for must, aim in tables.GOALS.values())

@@ -22,6 +22,13 @@ def test_the_support_table_is_fresh():
     assert support_table.replaced(README) == README, "run `make support-table`"
 
 
+def test_the_bench_tables_are_fresh():
+    import bench_tables
+
+    page = (ROOT / "docs" / "bench.md").read_text()
+    assert bench_tables.replaced(page) == page, "run `make bench-tables`"
+
+
 def test_the_readme_example_runs(capsys):
     example = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
     exec(compile(example, "README.md", "exec"), {})

@@ -209,11 +209,15 @@ def _explain_table(verdicts: Any, title: str, nbytes: int | None) -> Any:
 def bench(
     shapes: Annotated[str, typer.Option(help="names by comma, or all; default: all but the deterministic twins")] = "",
     kernels: Annotated[str, typer.Option(help="names by comma; default: all that are not known to be slow")] = "",
-    passes: Annotated[str, typer.Option(help="of forward, backward, both, by comma")] = "backward",
+    passes: Annotated[str, typer.Option(help="of forward, backward, both, by comma; both@S1+S2: there")] = "backward",
     rounds: Annotated[int, typer.Option(help="timed calls of every kernel")] = 15,
     sustained: Annotated[float, typer.Option(help="seconds back to back as well, power-limited")] = 0.0,
     jobs: Annotated[int, typer.Option(help="processes that compile first; 0 compiles on the way")] = 0,
-    ladder: Annotated[str, typer.Option(help="a shape to time the rungs of: flydsl's on AMD, else triton's")] = "",
+    ladder: Annotated[str, typer.Option(help="a shape to time the rungs from naive to tuned of")] = "",
+    ladder_kernel: Annotated[str, typer.Option(help="hopper, triton or flydsl; default: what runs here, first")] = "",
+    without: Annotated[str, typer.Option(help="what not to run, by comma: kernel:shape, or patterns, flex:d*")] = "",
+    budget: Annotated[float, typer.Option(help="seconds after which no further shape is begun; 0: no end")] = 0.0,
+    resume: Annotated[bool, typer.Option("--resume", help="keep the shapes of the record that is in OUT")] = False,
     commit: Annotated[str, typer.Option(help="for a tree without git: hash, or hash+dirty")] = "",
     out: Annotated[str, typer.Option(help="a folder for record.json, tables and plots")] = "",
 ) -> None:
@@ -223,6 +227,7 @@ def bench(
     given = runs.Run(
         tuple(filter(None, shapes.split(","))), tuple(filter(None, kernels.split(","))), tuple(passes.split(",")),
         rounds, sustained, jobs, ladder, commit or None, Path(out) if out else None,
+        tuple(filter(None, without.split(","))), budget, resume, ladder_kernel,
     )  # fmt: skip
     for renderable in runs.run(given, typer.echo):
         _show(renderable)
@@ -265,15 +270,22 @@ def build(
     out: Annotated[str, typer.Option(help="a folder for the objects: what UNDERTOW_HOPPER_OBJECTS names later")],
     dims: Annotated[str, typer.Option(help="head dims of qk/v, by comma")] = "64/64,96/96,128/128,192/128",
     dtypes: Annotated[str, typer.Option(help="of bf16, fp16, by comma")] = "bf16,fp16",
+    ladder: Annotated[str, typer.Option(help="a shape of the bench whose ladder's rungs are built as well")] = "",
     as_json: Json = False,
 ) -> None:
     """Compile the Hopper kernels into objects that load without the DSL. Needs no GPU; about 6 s an object."""
     from rich.progress import Progress
 
     from .instruments import probe
+    from .instruments.shapes import pick
     from .kernels.hopper import build
+    from .kernels.hopper.ladder import objects
+    from .target import TARGETS
 
     planned, rows = build.planned(_pairs(dims), dtypes.split(",")), []
+    if ladder:
+        rungs = objects(pick((ladder,))[0].problem, TARGETS["sm_90"])
+        planned += [launch for launch in rungs if launch not in planned]
     with Progress(transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
         for kind, geometry in progress.track(planned):
             (path,) = build.export([geometry], out, kind)

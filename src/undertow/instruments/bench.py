@@ -6,7 +6,7 @@ profiler and repeated for its bits; then those that passed are timed in turn in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import cost
-from ..dispatch import KERNELS
+from ..dispatch import KERNELS, select
 from ..kernels import alloc
 from ..kernels.alloc import DTYPE
 from ..kernels.spec import Config, Kernel
@@ -36,18 +36,29 @@ OUTPUTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv"), "both": ("
 PEERS: tuple[Kernel, ...] = (flex.KERNEL, cudnn_frontend.KERNEL, *flash_attn.KERNELS, aiter.KERNEL)
 """Peers that only the bench calls: optional packages, and what dispatch must not choose."""
 
+OTHER_TWINS = ("hopper",)
+"""Kernels that compile something else for a deterministic call."""
+
 REPEATS = 3
 DRIFT = 1e-2
+NAME = 120
+"""How much of a launch's name a record keeps."""
 YARDSTICK = "yardstick"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel under a label, with its own config for the problem or a given one."""
+    """A kernel under a label, with its own config for the problem or a given one.
+
+    `forward` is another kernel that a pass of both begins with, where the kernel has no forward of its own. `left_out`
+    says why the variant is not to run; empty when it is.
+    """
 
     label: str
     kernel: Kernel
     config: Config | None = None
+    forward: Kernel | None = None
+    left_out: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +127,17 @@ def bench(
     passes: tuple[str, ...] = ("backward",),
     pace: Pace | None = None,
     seed: int = 0,
+    left_out: Callable[[str, str], str] = lambda kernel, shape: "",
     progress: Callable[[str], None] = lambda line: None,
 ) -> Bench:
     """Time kernels (None: all there are) on workloads; the module's docstring says what precedes a speed.
 
     A workload that differs from the one before it in determinism alone shares its inputs, reference and forward.
+    `left_out(kernel, shape)` says why a kernel is not to run a shape; empty when it is. In the pass "both", a kernel
+    that has no forward begins with the fastest one timed for that shape, or the one that dispatch takes.
+
+    Raises:
+        DeviceLost: a kernel left the device unusable. What was measured before is in no result; call shape by shape.
     """
     device, pace = torch_device(device), pace or Pace()
     variants = tuple(Variant(k.name, k) for k in (all_kernels() if kernels is None else kernels))
@@ -133,8 +150,10 @@ def bench(
         if not twin:
             _forget(device)
         shape = shape.renamed(workload) if twin else Shape(workload, device, seed)
+        here = tuple(replace(v, left_out=left_out(v.kernel.name, workload.name)) for v in variants)
         for which in _passes(passes, twin=twin):
-            found, yard = measure(shape, variants, which, (pace, matmul, flops))
+            ready = _paired(shape, here, rows) if which == "both" else here
+            found, yard = measure(shape, ready, which, (pace, matmul, flops))
             rows += found
             yards.append((workload.name, which, yard))
             progress(_line(workload.name, which, found))
@@ -151,22 +170,29 @@ def merged(first: Bench, second: Bench) -> Bench:
     return replace(first, **both)
 
 
-def precompile(names: tuple[str, ...], kernels: tuple[str, ...], passes: tuple[str, ...], jobs: int) -> tuple[str, ...]:
-    """Run every kernel once on every named shape in `jobs` processes, so that a bench finds compiled code on disk.
+def precompile(
+    passes: Mapping[str, tuple[str, ...]], kernels: tuple[str, ...], jobs: int,
+    left_out: Callable[[str, str], str] = lambda kernel, shape: "",
+) -> tuple[str, ...]:  # fmt: skip
+    """Run every kernel once in the passes of every named shape, in `jobs` processes: a bench finds it compiled on disk.
 
-    Returns what could not run, as lines; the bench says so again, with its reason.
+    A deterministic twin whose shape is there too is left to it, but for kernels that have another plan for it. Returns
+    what could not run, as lines; the bench says so again, with its reason.
     """
-    twins = {name for name in names if base_name(name) != name and base_name(name) in names}
-    served = {(flex.KERNEL.name, name) for name in twins}  # flex is the same code for both
+    twins = {name for name in passes if base_name(name) != name and base_name(name) in passes}
     tasks = [
-        (name, kernel, _passes(passes, twin=name in twins))
-        for kernel in kernels for name in names if (kernel, name) not in served
+        (name, kernel, which) for kernel in kernels for name, which in passes.items()
+        if (name not in twins or kernel in OTHER_TWINS) and not left_out(kernel, name)
     ]  # fmt: skip
     with get_context("spawn").Pool(jobs) as pool:
         return tuple(line for line in pool.imap_unordered(_compile_one, tasks) if line)
 
 
 # ---- one shape
+
+
+class DeviceLost(RuntimeError):
+    """A kernel made an error that stays with the process: nothing can be run on the device any more."""
 
 
 class Shape:
@@ -250,24 +276,54 @@ def measure(
 
 def _build(shape: Shape, variant: Variant, which: str) -> _Built | str:
     """The variant run, compared, watched and repeated; or why it cannot run."""
-    reasons = _reasons(shape, variant.kernel, which)
+    reasons = _reasons(shape, variant, which)
     if reasons:
         return "; ".join(reasons)
     try:
         return _prove(shape, variant, which)
     except _failures() as error:
-        return f"raised {type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        said = f"raised {type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        _check_device(shape, variant, said)
+        return said
 
 
-def _reasons(shape: Shape, kernel: Kernel, which: str) -> tuple[str, ...]:
-    one = ("forward", "backward") if which == "both" else (which,)
-    if shape.target.interpreter and kernel.name == "triton":
+def _check_device(shape: Shape, variant: Variant, said: str) -> None:
+    try:
+        clock.synchronize(shape.device)
+    except RuntimeError as error:
+        raise DeviceLost(f"{shape.name}: {variant.label} {said}, and the device is lost") from error
+
+
+def _reasons(shape: Shape, variant: Variant, which: str) -> tuple[str, ...]:
+    if variant.left_out:
+        return (variant.left_out,)
+    if shape.target.interpreter and variant.kernel.name == "triton":
         return ("interpreted: a time would mean nothing",)
-    return tuple(dict.fromkeys(r for w in one for r in kernel.unsupported(shape.problem, shape.target, w)))
+    kernels = {one: _kernel_of(variant, one) for one in (("forward", "backward") if which == "both" else (which,))}
+    said = (r for one, kernel in kernels.items() for r in kernel.unsupported(shape.problem, shape.target, one))
+    return tuple(dict.fromkeys(said))
+
+
+def _kernel_of(variant: Variant, which: str) -> Kernel:
+    return variant.forward if which == "forward" and variant.forward else variant.kernel
+
+
+def _paired(shape: Shape, variants: tuple[Variant, ...], rows: list[Row]) -> tuple[Variant, ...]:
+    """The variants, those without a forward with the fastest that was timed here, or dispatch's."""
+    timed = [r for r in rows if (r.shape, r.which, r.status) == (shape.name, "forward", "timed")]
+    known = {v.label: v.kernel for v in variants}
+    if timed:
+        best = known[min(timed, key=lambda r: r.ms).label]
+    else:
+        try:
+            best = select(shape.problem, shape.target, "forward")
+        except NotImplementedError:
+            return variants
+    return tuple(v if v.kernel.forward else replace(v, label=f"{v.label}+{best.name}", forward=best) for v in variants)
 
 
 def _prove(shape: Shape, variant: Variant, which: str) -> _Built:
-    call, config, workspace = _call(shape, variant, which)
+    call, config, workspace = call_of(shape, variant, which)
     names = OUTPUTS[which]
     shape.ready(which)
     call()
@@ -287,11 +343,14 @@ def _prove(shape: Shape, variant: Variant, which: str) -> _Built:
     return _Built(call, config, workspace, parity, seen, bitwise, extra, verified)
 
 
-def _call(shape: Shape, variant: Variant, which: str) -> tuple[Callable[[], None], Config, int]:
+def call_of(shape: Shape, variant: Variant, which: str) -> tuple[Callable[[], None], Config, int]:
     """(the pass as one call, its config, its workspace bytes); scratch is zeroed inside the call, as ops does it."""
     kernel, problem, tensors = variant.kernel, shape.problem, shape.tensors
     config = variant.config or kernel.config(problem, shape.target, "forward" if which == "forward" else "backward")
     forward = partial(kernel.forward, problem, config, tensors) if kernel.forward else None
+    if variant.forward and not kernel.forward:
+        own = variant.forward.config(problem, shape.target, "forward")
+        forward = partial(variant.forward.forward, problem, own, tensors)
     if which == "forward":
         return forward, config, 0
     plan = kernel.plan_workspace(problem, config)
@@ -313,9 +372,11 @@ def _fault(shape: Shape, variant: Variant, which: str, built: _Built) -> str:
     if red:
         worst = red[0]
         return f"wrong {worst.tensor}: relative error {worst.rms:.2g}, {worst.rows} bad rows, {worst.where}"
-    told = proof.disproof(variant.kernel.name, built.seen, which, shares=shape.device.type == "cuda")
-    if told:
-        return told
+    for one in ("forward", "backward") if which == "both" else (which,):
+        name = _kernel_of(variant, one).name
+        told = proof.disproof(name, built.seen, one, shares=shape.device.type == "cuda")
+        if told:
+            return told
     if shape.problem.deterministic and which != "forward" and not built.bitwise:
         return f"asked to be deterministic, but {REPEATS} repeats differ in bits"
     return ""
@@ -345,7 +406,8 @@ def _row(
         return Row(**about, config="")
     return Row(
         **about, config=built.config.echo(), workspace=built.workspace, extra_bytes=built.extra_bytes,
-        bitwise=built.bitwise, parity=built.parity, launches=built.seen.launches[:8],
+        bitwise=built.bitwise, parity=built.parity,
+        launches=tuple((name[:NAME], us) for name, us in built.seen.launches[:8]),
         adapter_ms=built.seen.adapter_us / 1e3 if kernel.vendor else 0.0,
     )  # fmt: skip
 
@@ -414,11 +476,14 @@ def _failures() -> tuple[type[Exception], ...]:
 def _compile_one(task: tuple[str, str, tuple[str, ...]]) -> str:
     name, kernel_name, passes = task
     (workload,), (kernel,) = pick((name,)), named_kernels((kernel_name,))
+    if kernel is flex.KERNEL:
+        flex.compile_alone()
     shape = Shape(workload, torch_device(None), 0, judged=False)
     try:
         for which in passes:
-            if not _reasons(shape, kernel, which):
-                call, _, _ = _call(shape, Variant(kernel.name, kernel), which)
+            variant = Variant(kernel.name, kernel)
+            if not _reasons(shape, variant, which):
+                call, _, _ = call_of(shape, variant, which)
                 call()
                 clock.synchronize(shape.device)
     except _failures() as error:

@@ -12,6 +12,7 @@ import torch
 CYCLES_PER_MS = 2_000_000
 """Of a GPU at 2 GHz: a slower clock spins longer, which only hides more of the host."""
 
+SPIN_CYCLES = 1_000_000
 HOST_MARGIN = 1.5
 LONG = 1024
 
@@ -80,6 +81,26 @@ def round_robin(loop: Mapping[str, Participant], device: torch.device, pace: Pac
     if not pace.sustained_s:
         return samples
     return {n: replace(s, sustained_ms=_sustained(loop[n].call, device, s.median, pace)) for n, s in samples.items()}
+
+
+def sm_ghz(participant: Participant, device: torch.device, times: int = 5) -> float:
+    """The SM clock right behind a call: of a spin of a known number of clocks, before the governor answers; 0 on a CPU.
+
+    A GPU that is limited by power lowers the clock under load, and says so late; a spin counts it.
+    """
+    if device.type != "cuda":
+        return 0.0
+    found = []
+    for _ in range(times):
+        participant.before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        participant.call()
+        start.record()
+        torch.cuda._sleep(SPIN_CYCLES)
+        end.record()
+        end.synchronize()
+        found.append(SPIN_CYCLES / start.elapsed_time(end) / 1e6)
+    return median(found)
 
 
 def synchronize(device: torch.device) -> None:

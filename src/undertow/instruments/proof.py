@@ -44,6 +44,7 @@ class Claim:
 
 CLAIMS = {
     "triton": Claim(r"forward_kernel", r"dkdv|backward_kernel"),
+    "hopper": Claim(r"hopper", r"kernel_cutlass.*hopper"),
     "torch_tiled": Claim(GEMM, GEMM, 0.0),
     "sdpa_math": Claim(r"softmax|soft_max", r"softmax|soft_max", 0.0),
     "sdpa_flash": Claim(*FLASH),
@@ -153,6 +154,13 @@ def disproof(name: str, seen: Seen, which: str, *, shares: bool) -> str:
         if shares and mine < claim.share * total:
             return f"{pattern!r} took {mine / total:.0%} of its time, wanted {claim.share:.0%}; ran {ran}"
     return ""
+
+
+def claimed(name: str, launches: tuple[tuple[str, float], ...], which: str) -> float:
+    """The share of the profiled time that the launches took which the kernel `name` claims in this pass."""
+    pattern = getattr(CLAIMS.get(name, Claim(re.escape(name), re.escape(name))), which)
+    total = sum(us for _, us in launches)
+    return sum(us for launch, us in launches if re.search(pattern, launch)) / total if total else 0.0
 
 
 def poison(tensors: dict[str, Tensor | None], names: tuple[str, ...]) -> None:

@@ -102,6 +102,12 @@ def load(path: Path | str) -> tuple[Bench, Provenance]:
     return Bench(Target(**content["target"]), content["yardstick"], yards, Pace(**content["pace"]), rows), source
 
 
+def load_ladder(path: Path | str) -> tuple[Step, ...]:
+    """The ladder of a measured record; empty where there is none."""
+    steps = json.loads(Path(path).read_text()).get("ladder", ())
+    return tuple(Step(**step | {"row": _row(step["row"])}) for step in steps)
+
+
 def quoted() -> dict[str, Any]:
     """Facts about peers that were measured elsewhere, with their source and date; never part of a record."""
     content = json.loads((files("undertow") / "measured" / QUOTED).read_text())

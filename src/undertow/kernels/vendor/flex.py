@@ -70,6 +70,13 @@ def forget() -> None:
         cache.cache_clear()
 
 
+def compile_alone() -> None:
+    """Compile in this process alone: where many processes compile at once, a pool in each only crowds the machine."""
+    from torch._inductor import config
+
+    config.compile_threads = 1
+
+
 @lru_cache(maxsize=1)
 def _graph(problem: Problem, given: tuple[Tensor | None, ...], versions: tuple[int, ...]) -> tuple:
     """(out with its graph, its leaves). Tensors are looked up by identity, `versions` tell when they were written."""
