@@ -6,7 +6,7 @@ EXTRAS ?= dev,bench,amd,simulator,hopper
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRAS)
 
-.PHONY: demo test lint test-slow test-amd test-gpu measure-cpu verify-gpu support-table bench-tables clean
+.PHONY: demo test lint test-slow test-amd test-gpu measure-cpu verify-gpu sanitize support-table bench-tables clean
 
 demo: $(STAMP)
 	$(BIN)/undertow verify
@@ -37,6 +37,11 @@ measure-cpu: $(STAMP)
 
 verify-gpu: $(STAMP)
 	$(BIN)/undertow verify all --device cuda --kernel triton --out verify_gpu.json
+
+# Tiny calls of our kernels under NVIDIA's checkers of memory, races, barriers and uninitialised reads.
+sanitize: $(STAMP)
+	for tool in memcheck racecheck synccheck initcheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python tools/sanitize.py || exit 1; done
 
 support-table: $(STAMP)
 	$(BIN)/python tools/support_table.py README.md
