@@ -97,8 +97,8 @@ def _item(geometry, inputs, stats, dq_acc, outputs, item, numbers):
                 tile[: i1 - i0, : q.shape[3]] = ds @ keys
                 dq_acc[h, tile0 + m] += fragment(tile)
     end = min(j0 + geometry.tile_kv, room)
-    if j0 < end:
-        dk[b, k0 + j0 : k0 + end, head], dv[b, k0 + j0 : k0 + end, head] = 0, 0
-        if j0 < j1:
-            dk[b, k0 + j0 : k0 + j1, head] = torch.as_tensor(sum_k * scale * LN2).to(q.dtype)
-            dv[b, k0 + j0 : k0 + j1, head] = torch.as_tensor(sum_v).to(q.dtype)
+    for out, total, factor, computed in ((dk, sum_k, scale * LN2, geometry.dk), (dv, sum_v, 1.0, geometry.dv)):
+        if computed and j0 < end:
+            out[b, k0 + j0 : k0 + end, head] = 0
+            if j0 < j1:
+                out[b, k0 + j0 : k0 + j1, head] = torch.as_tensor(total * factor).to(q.dtype)

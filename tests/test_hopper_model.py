@@ -9,7 +9,7 @@ from undertow.instruments.shapes import pick
 from undertow.kernels import hopper
 from undertow.kernels.hopper import model
 from undertow.kernels.hopper.geometry import choose, launches
-from undertow.kernels.hopper.ladder import REVERSIBLE, ladder, objects, predicted_clocks
+from undertow.kernels.hopper.ladder import ladder, objects, predicted_clocks
 from undertow.target import TARGETS
 
 H200 = TARGETS["sm_90"]
@@ -52,7 +52,7 @@ def test_a_step_is_its_largest_bound():
     assert found["phases"] == found["scores"] + found["gradients"] + found["dq"]
     assert found["step"] == max(found[name] for name in ("phases", "shared", "tensor", "reduction"))
     assert model.clocks(MLA, live=201 << 20)["step"] == model.clocks(MLA, live=201 << 20)["reduction"]
-    alone = model.clocks(replace(MLA, early=MLA.tile_q // 16, fma_eighths=0))
+    alone = model.clocks(replace(MLA, early=MLA.tile_q // 16))
     assert alone["phases"] > found["phases"]
     assert alone["tensor"] == found["tensor"]
 
@@ -69,7 +69,7 @@ def test_every_plan_has_a_model(dims):
 
 def test_the_ladder_ends_at_what_dispatch_runs():
     rungs = {name: config for name, _, config in ladder(S1, H200)}
-    assert rungs["fma"] == hopper.config(S1, H200, "backward")
+    assert rungs["early"] == hopper.config(S1, H200, "backward")
     det = hopper.config(replace(S1, deterministic=True), H200, "backward")
     assert rungs["apart"].switch("geometry") == det.switch("geometry")
     assert len(set(rungs.values())) == len(rungs)
@@ -97,7 +97,6 @@ def test_heads_in_flight_are_the_switch_of_the_config():
     assert every > grouped
 
 
-@pytest.mark.skipif(not REVERSIBLE, reason="the geometry has no launch order")
 def test_the_order_step_has_a_prediction():
     rungs = {name: config for name, _, config in ladder(S1, H200)}
     last, first = (launch_order(S1, rungs[n]) for n in ("last first", "plain"))

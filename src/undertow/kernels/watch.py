@@ -37,6 +37,18 @@ def launched(stage: str, compiled: Any) -> None:
         seen.launches.append((stage, compiled))
 
 
+def figures(compiled: Any) -> dict[str, Any]:
+    """A Triton kernel's own figures, from its metadata and its compile-time arguments, not from ours.
+
+    Registers and spills are known once the driver has loaded it, None before.
+    """
+    meta, source = compiled.metadata, compiled.src
+    names = [source.fn.arg_names[path[0]] if len(path) == 1 else "" for path in source.constants]
+    own = {name: value for name, value in zip(names, source.constants.values(), strict=True) if name.isupper()}
+    own |= {name: getattr(meta, name) for name in ("num_warps", "num_stages", "shared")}
+    return own | {name: getattr(compiled, name, None) for name in ("n_regs", "n_spills")}
+
+
 def used(scratch: dict[str, Any]) -> None:
     """Report the scratch of a backward that has run."""
     if (seen := _WATCHER.get()) is not None:

@@ -7,15 +7,38 @@ from ...target import Target
 from ...workspace import Buffer, WorkspacePlan, dsink_rows_buffer
 from ..spec import Config, Kernel, Limit, Tensors
 from .build import available
-from .geometry import Geometry, choose, query_tiles
+from .echo import built
+from .geometry import Geometry, choose, launches, query_tiles
 
 L2_BYTES = 24 << 20
 """What the dQ tiles of the heads in flight may take, so that they are added up in the L2 cache (about half of it)."""
-
+SHORT = 1024
+"""Keys a segment, on average, below which dQ gets a kernel of its own."""
 
 
 def _geometry(problem: Problem) -> Geometry | None:
-    return choose(problem.head_dim_qk, problem.head_dim_v, problem.dtype, dq=not problem.deterministic)
+    fused = choose(problem.head_dim_qk, problem.head_dim_v, problem.dtype)
+    apart = choose(problem.head_dim_qk, problem.head_dim_v, problem.dtype, dq=False)
+    return fused if fused and not problem.deterministic and not _better_apart(problem, fused) else apart
+
+
+def _missing(problem: Problem) -> str:
+    """Why a kernel of the plan cannot be had; empty when all can."""
+    geometry = _geometry(problem)
+    return next((why for kind, g in launches(geometry) if (why := available(g, kind))), "") if geometry else ""
+
+
+def _better_apart(problem: Problem, fused: Geometry) -> bool:
+    """Whether two kernels of seven GEMMs beat one of five with an fp32 dQ, as timed on an H200 (docs/hopper.md).
+
+    Milliseconds fused : apart, 2026-11-29, torch 2.11.0+cu130. Groups of heads under a mask, whose dQ tiles leave the
+    L2 cache between two key tiles: S1g 3.31 : 3.22, S6 0.845 : 0.790 (not under none: S5 9.92 : 10.33). Short segments,
+    where zeroing and rounding dQ weigh most: X2 0.663 : 0.582. Columns of dQ that are only there to be halved: 112/112
+    1.42 : 1.30. Elsewhere fused: S1 2.99 : 3.19, S10 1.35 : 1.47, 96/96 1.08 : 1.12, 64/64 0.874 : 0.883.
+    """
+    masked = problem.band.left is not None or problem.band.right is not None
+    short = problem.is_packed and problem.total_k < SHORT * problem.batch
+    return (problem.group > 1 and masked) or short or fused.d_qk - problem.head_dim_qk >= 16
 
 
 LIMITS = (
@@ -27,7 +50,7 @@ LIMITS = (
     Limit("softcap is {p.softcap}, built without", lambda p, t: p.softcap == 0.0, fix="use softcap 0"),
     Limit(
         "the kernel is neither compiled ahead of time nor compilable here",
-        lambda p, t: not available(_geometry(p)),
+        lambda p, t: not _missing(p),
         fix="pip install 'undertow[hopper]', or set UNDERTOW_HOPPER_OBJECTS to a folder made by `undertow build`",
     ),
 )
@@ -53,11 +76,12 @@ def plan_workspace(problem: Problem, config: Config) -> WorkspacePlan:
     buffers = [
         Buffer("stats", "htps", (heads, tiles, 2, geometry.tile_q), "fp32", **prepared),
         Buffer("tables", "xfb", (1 if geometry.dq else 2, 9, problem.batch + 1), "i32", **prepared),
-        Buffer("counters", "c", (2,), "i32", **prepared),
+        Buffer("counters", "c", (4,), "i32", **prepared),
     ]
     if geometry.dq:
         shape = (heads, tiles, geometry.tile_q * geometry.d_qk)
-        buffers.append(Buffer("dq_acc", "hte", shape, "fp32", False, "prepare, main", "finish"))
+        users = {"written_by": "prepare, main", "read_by": "finish"}
+        buffers.append(Buffer("dq_acc", "hte", shape, "fp32", zeroed=False, **users))
     if problem.has_sink:
         buffers.append(dsink_rows_buffer(problem, written_by="prepare", read_by="sum"))
     return WorkspacePlan(tuple(buffers))
@@ -74,16 +98,24 @@ def _executed_dims(problem: Problem) -> tuple[int, int]:
     return (geometry.d_qk, geometry.d_v) if geometry else (problem.head_dim_qk, problem.head_dim_v)
 
 
+def _gemms(geometry: Geometry | None) -> tuple[int, int]:
+    """Products over qk and over v dims: S again in every kernel, dP in all but that of dV alone."""
+    if geometry is None or geometry.dq:
+        return 3, 2
+    return (4, 3) if geometry.dv else (5, 3)
+
+
 KERNEL = Kernel(
     name="hopper",
-    about="CuTe DSL for sm_90a: one fused kernel, dQ added up by the copy engine; deterministic: dQ by a second kernel",
+    about="CuTe DSL for sm_90a: one fused kernel, dQ summed by the copy engine, or dQ in a second one (deterministic)",
     archs=frozenset({"sm_90"}),
     limits=LIMITS,
     config=config,
     plan_workspace=plan_workspace,
     backward=_backward,
     executed_dims=_executed_dims,
-    gemms=lambda p, t: (4, 3) if p.deterministic else (3, 2),
+    built=built,
+    gemms=lambda p, t: _gemms(_geometry(p)),
 )
 
 __all__ = ["KERNEL", "config", "plan_workspace"]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...env import settings
+from .. import watch
 from .geometry import Geometry, choose, launches
 
 ARCH = "sm_90a"
@@ -46,7 +47,24 @@ class Compiled:
     seconds: float
 
 
-def entry(geometry: Geometry, kind: str = "main") -> Callable[..., None]:
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A kernel ready to launch: the name it was built under, its function, and how to read its machine code.
+
+    Whoever watches is told of every launch: the kind, and (entry, blocks).
+    """
+
+    name: str
+    function: Callable[..., None]
+    code: Callable[[], bytes]
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch; the last argument is the number of blocks."""
+        self.function(*arguments)
+        watch.launched(self.name.partition("_")[0], (self, arguments[-1]))
+
+
+def entry(geometry: Geometry, kind: str = "main") -> Entry:
     """The kernel as a function of torch tensors and numbers, in the order of the class's `__call__` less the stream.
 
     It runs on torch's current stream, and checks dtypes, fixed extents, strides and alignment itself (ValueError).
@@ -62,15 +80,20 @@ def entry(geometry: Geometry, kind: str = "main") -> Callable[..., None]:
 
 
 @cache
-def _entry(geometry: Geometry, kind: str) -> Callable[..., None]:
+def _entry(geometry: Geometry, kind: str) -> Entry:
     if reason := available(geometry, kind):
         raise ImportError(reason)
     if path := object_path(geometry, kind):
-        return _load(path)
-    function = _compile(geometry, kind).__tvm_ffi_object__()
+        return Entry(path.stem, _load(path), path.read_bytes)
+    from cutlass import cute
+    from cutlass.base_dsl.compiler import DumpDir
+
+    with tempfile.TemporaryDirectory() as folder:  # what is kept is written, too
+        made, name = _compile(geometry, kind, cute.KeepCUBIN, DumpDir(folder)), object_name(geometry, kind)
+    function = made.__tvm_ffi_object__()
     if function is None:
-        raise RuntimeError(f"{object_name(geometry, kind)} is compiled for {ARCH}, which this machine cannot run")
-    return function
+        raise RuntimeError(f"{name} is compiled for {ARCH}, which this machine cannot run")
+    return Entry(name, function, lambda: bytes(made.__cubin__))
 
 
 def available(geometry: Geometry | None = None, kind: str = "main") -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.memory import SmemAllocator
@@ -20,8 +20,33 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .geometry import SHARED_BYTES, Geometry, cutlass_dtype, fake, fake_stream
 from .pieces_device import (
-    K_MAJOR, LN2, MN_MAJOR, SLOTS, WARPGROUP, WARPS, Cut, Ring, Source, Sources, Work, arrive, chain, chain_rs, clear,
-    draw, expect, following, fragment_b, load, narrow, operand_shape, part_a, row_of, store_rows, turned,
+    K_MAJOR,
+    LN2,
+    MN_MAJOR,
+    SLOTS,
+    WARPGROUP,
+    WARPS,
+    Cut,
+    Ring,
+    Source,
+    Sources,
+    Work,
+    arrive,
+    chain,
+    chain_rs,
+    clear,
+    draw,
+    exp2,
+    expect,
+    following,
+    fragment_b,
+    load,
+    narrow,
+    operand_shape,
+    part_a,
+    row_of,
+    store_rows,
+    turned,
 )  # fmt: skip
 
 HALF, ROWS = 64, 128
@@ -113,7 +138,10 @@ class DqBackward:
         self._kernel(
             Sources(*sources, stats, table, counter), layouts, mma_s, mma_dq, dq,
             Work(columns, together, left, right), scale,
-        ).launch(grid=[blocks, 1, 1], block=[3 * WARPGROUP, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(
+            grid=[blocks, 1, 1], block=[3 * WARPGROUP, 1, 1], stream=stream, min_blocks_per_mp=1,
+            use_pdl=True,  # it reads nothing of the kernel before it, and fills its tail
+        )  # fmt: skip
 
     def _layouts(self, dtype):
         """Shared-memory layouts of q, do, k, v."""
@@ -138,11 +166,12 @@ class DqBackward:
         group = cute.arch.make_warp_uniform(tid // WARPGROUP)
         shared = self._shared(layouts, tid)
         if group == 0:
-            cute.arch.setmaxregister_decrease(40)
+            cute.arch.setmaxregister_decrease(24)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
                 self._produce(sources, shared, work)
+                cute.arch.griddepcontrol_wait()  # what comes next may read what the kernel before this one wrote
         else:
-            cute.arch.setmaxregister_increase(232)
+            cute.arch.setmaxregister_increase(240)
             self._consume(group - 1, tid % WARPGROUP, shared, mma_s, mma_dq, sources.stats, dq, work, scale)
 
     def _shared(self, layouts, tid):
@@ -373,7 +402,7 @@ class DqBackward:
     def _p(self, t, acc, lse, i0, cut, scale):
         """P = exp2(scale S - LSE), masked where the tile is cut."""
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = cute.arch.exp2(acc[i] * scale - lse[i // 2 % 2])
+            acc[i] = exp2(acc[i] * scale - lse[i // 2 % 2])
         outside = (cut.j0 + self.keys > cut.len_k) | (cut.j0 + self.keys - 1 - i0 - cut.shift > cut.right)
         outside = outside | (i0 + HALF - 1 + cut.shift - cut.j0 > cut.left)
         if outside:
@@ -406,7 +435,7 @@ def rings(d_qk: int, d_v: int) -> tuple[int, int, int]:
     """
     room = SHARED_BYTES - 512 - ROWS * (d_qk + d_v) * 2
     for keys in (128, 64) if d_qk <= 80 else (64,):
-        for k, v in ((4, 3), (3, 3), (3, 2), (2, 2)):
+        for k, v in ((4, 3), (3, 3), (3, 2), (2, 2), (2, 1)):
             if 2 * keys * (k * d_qk + v * d_v) <= room:
                 return keys, k, v
     raise ValueError(f"head dims {d_qk}/{d_v} need more shared memory than a block has")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ...problem import Problem
@@ -16,8 +17,9 @@ REGISTERS = 208
 class Geometry:
     """One build: head dims, rows of a query and a key tile, and the depth of the rings in shared memory.
 
-    `early` k-blocks of the dK product run beside dQ's way out, the rest beside the next exponentials. Without `dq` the
-    kernel leaves dQ to another one (the deterministic plan).
+    `early` k-blocks of the dK product run beside dQ's way out, the rest beside the next exponentials. `reverse`
+    takes the last key tiles first, a rung of the ladder.
+    `dq`, `dk` and `dv` say what the kernel computes, see `launches`.
     """
 
     head_dim_qk: int
@@ -28,7 +30,10 @@ class Geometry:
     q_stages: int = 2
     do_stages: int = 2
     early: int = 1
+    reverse: bool = False
     dq: bool = True
+    dk: bool = True
+    dv: bool = True
 
     @property
     def d_qk(self) -> int:
@@ -54,29 +59,45 @@ class Geometry:
     @property
     def registers(self) -> int:
         """Accumulator and operand registers a consumer thread holds at the fullest moment."""
-        own = (self.d_qk + self.d_v) * self.tile_kv // 256
+        own = (self.d_qk * self.dk + self.d_v * self.dv) * self.tile_kv // 256
         scores = self.tile_q * self.tile_kv // 256
-        return own + max(scores + scores // 2, self.tile_q * self.d_qk // 256 if self.dq else 0)
+        return own + max(scores + scores // 2, self.dq * self.tile_q * self.d_qk // 256)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: K, V, the rings of Q and dO, dS, dQ on its way out, statistics, barriers."""
-        tiles = self.tile_kv * (self.d_qk + self.d_v) + self.tile_q * (
-            self.q_stages * self.d_qk + self.do_stages * self.d_v + (self.tile_kv if self.dq else 0)
-        )
-        return 2 * tiles + 4 * self.tile_q * ((self.d_qk if self.dq else 0) + 2 * self.q_stages) + 512
+        own = self.tile_kv * (self.d_qk + self.dk * self.d_v)
+        rings = self.tile_q * (self.q_stages * self.d_qk + self.do_stages * self.d_v + self.dq * self.tile_kv)
+        return 2 * (own + rings) + 4 * self.tile_q * (self.dq * self.d_qk + 2 * self.q_stages) + 512
 
     @property
     def feasible(self) -> bool:
-        """Whether registers and shared memory hold it."""
-        return self.registers <= REGISTERS and self.shared_bytes <= SHARED_BYTES
+        """Whether registers and shared memory hold every kernel of the plan."""
+        mains = [g for kind, g in launches(self) if kind == "main"]
+        return all(g.registers <= REGISTERS and g.shared_bytes <= SHARED_BYTES for g in mains)
 
 
+@lru_cache(maxsize=1024)
 def choose(head_dim_qk: int, head_dim_v: int, dtype: str = "bf16", *, dq: bool = True) -> Geometry | None:
-    """The geometry for a pair of head dims; None where no tile fits. 128 query rows where registers hold them."""
+    """The geometry for a pair of head dims; None where no tile fits. 128 query rows where registers hold them.
+
+    With `dq`, one fused kernel; without, the plan that has dQ in a kernel of its own, and where dK and dV do not fit
+    together, those too.
+    """
     wide = Geometry(head_dim_qk, head_dim_v, dtype, 128, dq=dq)
     narrow = Geometry(head_dim_qk, head_dim_v, dtype, 64, dq=dq)
-    return next((g for g in (wide, narrow, replace(narrow, do_stages=1)) if g.feasible), None)
+    apart = () if dq else (replace(narrow, dv=False), replace(narrow, dv=False, do_stages=1))
+    return next((g for g in (wide, narrow, replace(narrow, do_stages=1), *apart) if g.feasible), None)
+
+
+def launches(geometry: Geometry) -> tuple[tuple[str, Geometry], ...]:
+    """The kernels of a plan, in order, as (kind, geometry); a geometry without dV stands for one kernel each."""
+    if geometry.dq:
+        return (("main", geometry),)
+    if geometry.dk and geometry.dv:
+        return ("main", geometry), ("dq", geometry)
+    only_dv = replace(geometry, dk=False, dv=True)
+    return ("main", replace(geometry, dv=False)), ("main", only_dv), ("dq", geometry)
 
 
 def query_tiles(problem: Problem, geometry: Geometry) -> int:

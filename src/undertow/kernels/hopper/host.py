@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...layout import AXES, View, lse_axes, view
 from ...problem import Problem
+from .. import watch
 from ..spec import Config, Tensors
 from . import build
-from .geometry import Geometry, dq_tiles, key_tiles, query_tiles
+from .geometry import Geometry, dq_tiles, key_tiles, launches, query_tiles
 from .side_device import Segments, finish_kernel, prepare_kernel
 
 UNBOUNDED = 1 << 28
@@ -38,22 +39,21 @@ def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensor
 
 
 def _main(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
+    """The kernels of the plan, each with a counter of its own."""
     geometry, together, sms = (config.switch(n) for n in ("geometry", "together", "blocks"))
     inputs = [_tma(tensors[n], problem.layout) for n in ("q", "k", "v", "dout")]
     outputs = {n: _tma(tensors[n], problem.layout) for n in (("dk", "dv") if geometry.dq else ("dk", "dv", "dq"))}
-    numbers = (problem.scale * LOG2E, *_band(problem))
+    dq_acc = scratch["dq_acc"] if geometry.dq else scratch["stats"][:, :, 0]  # of which only the shape is read
     segments = 1 if problem.is_packed else problem.batch
-    columns, items = problem.nheads_kv * segments, key_tiles(problem, geometry) * problem.nheads_kv
-    build.entry(geometry)(
-        *inputs, scratch["stats"], scratch["dq_acc"] if geometry.dq else scratch["stats"][:, :, 0],
-        outputs["dk"], outputs["dv"], scratch["tables"][0], scratch["counters"][:1],
-        columns, min(columns, together), *numbers, min(items, sms),
-    )  # fmt: skip
-    if not geometry.dq:
-        columns, items = problem.nheads_q * segments, dq_tiles(problem, geometry) * problem.nheads_q
-        build.entry(geometry, "dq")(
-            *inputs, scratch["stats"], outputs["dq"], scratch["tables"][1], scratch["counters"][1:],
-            columns, min(columns, together), *numbers, min(items, sms),
+    for i, (kind, built) in enumerate(launches(geometry)):
+        of_keys = kind == "main"
+        heads = problem.nheads_kv if of_keys else problem.nheads_q
+        items = (key_tiles if of_keys else dq_tiles)(problem, built) * heads
+        own = (dq_acc, outputs["dk"], outputs["dv"]) if of_keys else (outputs["dq"],)
+        lists = scratch["tables"][0 if of_keys else 1], scratch["counters"][i : i + 1]
+        build.entry(built, kind)(
+            *inputs, scratch["stats"], *own, *lists, heads * segments, min(heads * segments, together),
+            problem.scale * LOG2E, *_band(problem), min(items, sms),
         )  # fmt: skip
     for name, written in outputs.items():
         if written.data_ptr() != tensors[name].data_ptr():
@@ -77,22 +77,24 @@ def _prepare(problem: Problem, geometry: Geometry, tensors: Tensors, scratch: Te
     rows = None if (r := scratch.get("dsink_rows")) is None else view(r, "hs" if problem.is_packed else "hbs")
     axes = {"out": AXES[problem.layout], "dout": AXES[problem.layout], "lse": side, "dlse": side, "delta": side}
     views: list[View | None] = [None if tensors[n] is None else view(tensors[n], axes[n]) for n in axes]
-    prepare_kernel[(blocks + tiles * problem.nheads_q,)](
+    compiled = prepare_kernel[(blocks + tiles * problem.nheads_q,)](
         *views, tensors["sink"], scratch["stats"], scratch.get("dq_acc"), rows, scratch["tables"], scratch["counters"],
         segments, *_band(problem), tiles, blocks, HEAD_DIM_V=problem.head_dim_v,
         BLOCK_V=1 << math.ceil(math.log2(problem.head_dim_v)), TILE_Q=geometry.tile_q, TILE_KV=geometry.tile_kv,
         TILE_ELEMENTS=geometry.tile_q * geometry.d_qk, TOP_LEFT=problem.band.align == "top_left", CHUNK=CHUNK,
     )  # fmt: skip
+    watch.launched("prepare", compiled)
 
 
 def _finish(problem: Problem, geometry: Geometry, tensors: Tensors, scratch: Tensors, segments: Segments) -> None:
     tiles = query_tiles(problem, geometry)
     columns = geometry.d_qk * geometry.tile_q // 128
     lanes = next(n for n in (8, 4, 2, 1) if columns % (8 * n) == 0)
-    finish_kernel[(tiles * problem.nheads_q,)](
+    compiled = finish_kernel[(tiles * problem.nheads_q,)](
         scratch["dq_acc"], view(tensors["dq"], AXES[problem.layout]), segments, problem.scale, tiles,
         HEAD_DIM_QK=problem.head_dim_qk, D_QK=geometry.d_qk, TILE_Q=geometry.tile_q, LANES=lanes,
     )  # fmt: skip
+    watch.launched("finish", compiled)
 
 
 def _bshd(tensor: Tensor, layout: str) -> Tensor:

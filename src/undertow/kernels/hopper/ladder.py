@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from ...problem import Problem
 from ...target import Target
@@ -11,7 +11,6 @@ from .geometry import Geometry, choose, launches
 from .model import clocks
 
 ALL = 1 << 20
-REVERSIBLE = any(f.name == "reverse" for f in fields(Geometry))
 
 
 def ladder(problem: Problem, target: Target) -> tuple[tuple[str, str, Config], ...]:
@@ -23,14 +22,13 @@ def ladder(problem: Problem, target: Target) -> tuple[tuple[str, str, Config], .
     fused, apart = choose(*dims), choose(*dims, dq=False)
     rungs = []
     if fused:
-        plain = replace(fused, early=fused.tile_q // 16, do_stages=1, fma_eighths=0)
+        plain = replace(fused, early=fused.tile_q // 16, do_stages=1)
         rungs = [
-            ("last first", "last key tiles first", replace(plain, reverse=True) if REVERSIBLE else None, ALL),
+            ("last first", "last key tiles first", replace(plain, reverse=True), ALL),
             ("plain", "all heads in flight, first key tiles first, the longest; one stage of dO", plain, ALL),
             ("heads", "as many heads in flight as keep dQ in the L2 cache", plain, 0),
             ("ring", "the tuned depth of the ring of dO", replace(plain, do_stages=fused.do_stages), 0),
-            ("early", "part of dK beside the next exponentials", replace(fused, fma_eighths=0), 0),
-            ("fma", "some of the exponentials on the FMA pipe: the tuned kernel", fused, 0),
+            ("early", "part of dK beside the next exponentials: the tuned kernel", fused, 0),
         ]
     rungs.append(("apart", "dQ in a kernel of its own: no sums in memory, seven products for five", apart, 0))
     return tuple((name, about, _with(tuned, g, together)) for name, about, g, together in rungs if g)

@@ -20,8 +20,34 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .geometry import Geometry, cutlass_dtype, fake, fake_stream
 from .pieces_device import (
-    CONSUMERS, K_MAJOR, LN2, MN_MAJOR, SLOTS, WARPGROUP, WARPS, Cut, Ring, Source, Sources, Work, arrive, chain,
-    chain_rs, clear, draw, expect, following, fragment_b, load, narrow, operand_shape, own, part_a, row_of, store_rows,
+    CONSUMERS,
+    K_MAJOR,
+    LN2,
+    MN_MAJOR,
+    SLOTS,
+    WARPGROUP,
+    WARPS,
+    Cut,
+    Ring,
+    Source,
+    Sources,
+    Work,
+    arrive,
+    chain,
+    chain_rs,
+    clear,
+    draw,
+    exp2,
+    expect,
+    following,
+    fragment_b,
+    load,
+    narrow,
+    operand_shape,
+    own,
+    part_a,
+    row_of,
+    store_rows,
     turned,
 )  # fmt: skip
 
@@ -117,7 +143,10 @@ class Backward:
         self._kernel(
             Sources(*sources, stats, table, counter), layouts, self._mmas(dtype), dq_acc, dk, dv,
             Work(columns, together, left, right), scale,
-        ).launch(grid=[blocks, 1, 1], block=[3 * WARPGROUP, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(
+            grid=[blocks, 1, 1], block=[3 * WARPGROUP, 1, 1], stream=stream, min_blocks_per_mp=1,
+            use_pdl=not self.geo.dk,  # a first kernel waits for the statistics, what follows it fills its tail
+        )  # fmt: skip
 
     def _layouts(self, dtype):
         """Shared-memory layouts of q, k, v, do, ds: atoms that divide what a warpgroup reads along either axis."""
@@ -163,7 +192,9 @@ class Backward:
         if group == 0:
             cute.arch.setmaxregister_decrease(24)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+                cute.arch.griddepcontrol_launch_dependents()
                 self._produce(sources, shared, work)
+                cute.arch.griddepcontrol_wait()
         else:
             cute.arch.setmaxregister_increase(240)
             self._consume(group - 1, tid % WARPGROUP, shared, mmas, dq_acc, dk, dv, work, scale)
@@ -174,7 +205,8 @@ class Backward:
         smem = SmemAllocator()
         place = lambda layout: smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
         plain = lambda kind, shape: smem.allocate_tensor(kind, cute.make_layout(shape), byte_alignment=1024)
-        k, v, q, do = place(layouts[1]), place(layouts[2]), place(layouts[0]), place(layouts[3])
+        k, v = place(layouts[1]), place(layouts[2]) if geo.dk else None
+        q, do = place(layouts[0]), place(layouts[3])
         ds = place(layouts[4]) if geo.dq else None
         out = plain(Float32, (geo.tile_q * geo.d_qk,)) if geo.dq else None
         stats = smem.allocate_tensor(Float32, cute.make_layout((geo.tile_q, 2, geo.q_stages)), byte_alignment=128)
@@ -234,22 +266,23 @@ class Backward:
                     cute.arch.mbarrier_wait(shared.kv.empty, kv_phase ^ 1)
                     kv_phase ^= 1
                     row = item.k0 + item.n * geo.tile_kv
-                    expect(shared.kv.full, geo.tile_kv * (geo.d_qk + geo.d_v) * 2)
+                    expect(shared.kv.full, geo.tile_kv * (geo.d_qk + (geo.d_v if geo.dk else 0)) * 2)
                     load(sources.k, shared.kv.tiles, 0, row, item.head, item.b, shared.kv.full)
-                    load(sources.v, shared.v, 0, row, item.head, item.b, shared.kv.full)
+                    if const_expr(geo.dk):
+                        load(sources.v, shared.v, 0, row, item.head, item.b, shared.kv.full)
                     m, h = item.m_first, Int32(0)
                     for _ in cutlass.range(heads * (item.m_hi - item.m_lo), unroll=1):
-                        row = item.q0 + m * geo.tile_q
+                        row, head = item.q0 + m * geo.tile_q, item.head * heads + h
+                        full = shared.q.full + stage
                         cute.arch.mbarrier_wait(shared.q.empty + stage, phase ^ 1)
-                        expect(shared.q.full + stage, geo.tile_q * (geo.d_qk * 2 + 8))
-                        load(sources.q, shared.q.tiles, stage, row, item.head * heads + h, item.b, shared.q.full + stage)
-                        stats = sources.stats[item.head * heads + h, item.tile0 + m, None, None].iterator
-                        bulk_load(shared.stats[None, None, stage].iterator, stats, geo.tile_q * 8, shared.q.full + stage)
+                        expect(full, geo.tile_q * (geo.d_qk * 2 + 8))
+                        load(sources.q, shared.q.tiles, stage, row, head, item.b, full)
+                        stats = sources.stats[head, item.tile0 + m, None, None].iterator
+                        bulk_load(shared.stats[None, None, stage].iterator, stats, geo.tile_q * 8, full)
+                        full = shared.do.full + do_stage
                         cute.arch.mbarrier_wait(shared.do.empty + do_stage, do_phase ^ 1)
-                        expect(shared.do.full + do_stage, geo.tile_q * geo.d_v * 2)
-                        load(
-                            sources.do, shared.do.tiles, do_stage, row, item.head * heads + h, item.b, shared.do.full + do_stage
-                        )
+                        expect(full, geo.tile_q * geo.d_v * 2)
+                        load(sources.do, shared.do.tiles, do_stage, row, head, item.b, full)
                         stage, phase = following(stage, phase, geo.q_stages)
                         do_stage, do_phase = following(do_stage, do_phase, geo.do_stages)
                         h += 1
@@ -264,7 +297,9 @@ class Backward:
     def _item(self, sources, work, ticket):
         """Decode a ticket, see `__call__` for the order."""
         geo, table, heads_kv = self.geo, sources.table, sources.k.tensor.shape[2]
-        s, n, head, _ = draw(table, work, ticket, heads_kv)
+        s, n, head, tiles = draw(table, work, ticket, heads_kv)
+        if const_expr(geo.reverse):
+            n = tiles - 1 - n
         len_q, len_k, shift = table[3, s], table[4, s], table[8, s]
         j0 = n * geo.tile_kv
         lo = cutlass.max(0, j0 - work.right - shift)
@@ -287,41 +322,39 @@ class Backward:
     @cute.jit
     def _consume(self, g, t, shared, mmas, dq_acc, dk, dv, work, scale):
         """Warpgroup g, thread t: every item's dK and dV in registers, dQ tile by tile into dq_acc."""
-        geo, lane = self.geo, cute.arch.lane_idx()
+        geo = self.geo
         first = g * WARPGROUP  # uniform, so that descriptors stay in uniform registers
         s_q, s_do, s_k = shared.q, shared.do, shared.kv
         f_k, f_q = mmas.s.make_fragment_A(part_a(mmas.s, first, s_k.tiles)), fragment_b(mmas.s, first, s_q.tiles)
-        f_v, f_do = mmas.s.make_fragment_A(part_a(mmas.s, first, shared.v)), fragment_b(mmas.s, first, s_do.tiles)
-        f_dot, f_qt = fragment_b(mmas.dv, first, turned(s_do.tiles)), fragment_b(mmas.dk, first, turned(s_q.tiles))
-        f_ds, f_dst, f_kt, store = None, None, None, None
-        if const_expr(geo.dq):
-            f_ds = mmas.dq.make_fragment_A(part_a(mmas.dq, first, shared.ds))
-            f_dst = mmas.dk.make_fragment_A(part_a(mmas.dk, first, turned(shared.ds)))
-            f_kt = fragment_b(mmas.dq, first, turned(s_k.tiles))
-            store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass_dtype(geo.dtype))
-            cute.arch.barrier_arrive(barrier_id=DS_FREE + 1 - g, number_of_threads=CONSUMERS)
-        acc_dk = cute.make_rmem_tensor(mmas.dk.get_slice(0).partition_shape_C((geo.tile_kv, geo.d_qk)), Float32)
-        acc_dv = cute.make_rmem_tensor(mmas.dv.get_slice(0).partition_shape_C((geo.tile_kv, geo.d_v)), Float32)
+        f_v = mmas.s.make_fragment_A(part_a(mmas.s, first, shared.v)) if const_expr(geo.dk) else None
+        f_do, f_dot = (fragment_b(m, first, s) for m, s in ((mmas.s, s_do.tiles), (mmas.dv, turned(s_do.tiles))))
+        f_qt = fragment_b(mmas.dk, first, turned(s_q.tiles))
+        f_ds, f_dst, f_kt, store = self._of_ds(g, first, shared, mmas)
+        acc_dk = self._accumulator(mmas.dk, (geo.tile_kv, geo.d_qk)) if const_expr(geo.dk) else None
+        acc_dv = self._accumulator(mmas.dv, (geo.tile_kv, geo.d_v)) if const_expr(geo.dv) else None
         p = cute.make_rmem_tensor(operand_shape(geo.tile_q), cutlass_dtype(geo.dtype))
         ds = cute.make_rmem_tensor(operand_shape(geo.tile_q), cutlass_dtype(geo.dtype))
         stage, phase, do_stage, do_phase = Int32(0), Int32(0), Int32(0), Int32(0)
-        slot, slot_phase, kv_phase = Int32(0), Int32(0), Int32(0)
-        more = Int32(1)
+        slot, slot_phase, kv_phase, more = Int32(0), Int32(0), Int32(0), Int32(1)
         while more > 0:
             cute.arch.mbarrier_wait(shared.items.full + slot, slot_phase)
             if cute.arch.make_warp_uniform(shared.items.tiles[0, slot]) < 0:
                 more = Int32(0)
             else:
-                item = Item(*[cute.arch.make_warp_uniform(shared.items.tiles[i, slot]) for i in range(len(Item._fields))])
-                acc_dk.fill(0.0)
-                acc_dv.fill(0.0)
+                fields = [shared.items.tiles[i, slot] for i in range(len(Item._fields))]
+                item = Item(*(cute.arch.make_warp_uniform(x) for x in fields))
+                if const_expr(geo.dk):
+                    acc_dk.fill(0.0)
+                if const_expr(geo.dv):
+                    acc_dv.fill(0.0)
                 if item.m_lo < item.m_hi:
                     cut = Cut(item.n * geo.tile_kv, item.len_k, item.shift, work.left, work.right)
                     cute.arch.mbarrier_wait(s_k.full, kv_phase)
                     kv_phase ^= 1
                     if cut.j0 + geo.tile_kv > cut.len_k:
                         clear(s_k.tiles, 0, cut.len_k - cut.j0, first + t, CONSUMERS)
-                        clear(shared.v, 0, cut.len_k - cut.j0, first + t, CONSUMERS)
+                        if const_expr(geo.dk):
+                            clear(shared.v, 0, cut.len_k - cut.j0, first + t, CONSUMERS)
                         cleared()
                     row_tiles, heads = dq_acc.shape[1], dq_acc.shape[0] // dk.shape[2]
                     m, h = item.m_first, Int32(0)
@@ -332,27 +365,27 @@ class Backward:
                     chain(mmas.s, acc_s, f_k, f_q, stage)
                     warpgroup.commit_group()
                     warpgroup.wait_group(0)
-                    self._p(g, t, acc_s, p, shared, stage, m * geo.tile_q, cut, scale)
+                    self._p(g, t, acc_s, shared, stage, m * geo.tile_q, cut, scale)
+                    narrow(acc_s, p)
                     steps = heads * (item.m_hi - item.m_lo)
                     for step in cutlass.range(steps, unroll=1):
                         wait_rows(s_do, do_stage, do_phase, item.len_q - m * geo.tile_q, first + t)
-                        acc_dp = self._scores(mmas)
-                        warpgroup.fence()
-                        chain(mmas.s, acc_dp, f_v, f_do, do_stage)
-                        warpgroup.commit_group()
-                        chain_rs(mmas.dv, acc_dv, p, f_dot, do_stage)
-                        warpgroup.commit_group()
-                        warpgroup.wait_group(1)
-                        self._ds(acc_dp, p, ds, shared, stage)
+                        if const_expr(geo.dk):
+                            acc_dp = self._scores(mmas)
+                            warpgroup.fence()
+                            chain(mmas.s, acc_dp, f_v, f_do, do_stage)
+                            warpgroup.commit_group()
+                            if const_expr(geo.dv):
+                                chain_rs(mmas.dv, acc_dv, p, f_dot, do_stage)
+                                warpgroup.commit_group()
+                            warpgroup.wait_group(1 if geo.dv else 0)
+                            self._ds(acc_dp, p, ds, shared, stage)
+                            if const_expr(geo.dq):
+                                self._share(g, first + t, ds, shared, mmas, store)
+                            warpgroup.wait_group(0)  # with dV in flight beside dQ and dK, ptxas would serialise
+                            arrive(s_do.empty + do_stage)
                         if const_expr(geo.dq):
-                            self._share(g, first + t, ds, shared, mmas, store)
-                        warpgroup.wait_group(0)  # with dV in flight beside dQ and dK, ptxas would serialise
-                        arrive(s_do.empty + do_stage)
-                        do_stage, do_phase = following(do_stage, do_phase, geo.do_stages)
-                        if const_expr(geo.dq):
-                            acc_dq = cute.make_rmem_tensor(
-                                mmas.dq.get_slice(0).partition_shape_C((geo.tile_q, geo.d_qk)), Float32
-                            )
+                            acc_dq = self._accumulator(mmas.dq, (geo.tile_q, geo.d_qk))
                             warpgroup.fence()
                             chain(mmas.dq, acc_dq, f_ds, f_kt, 0)
                             warpgroup.commit_group()
@@ -380,41 +413,64 @@ class Backward:
                         warpgroup.commit_group()
                         if const_expr(geo.dq):
                             chain_part(mmas.dk, acc_dk, f_dst, f_qt, here, geo.early, geo.tile_q // 16)
-                        else:
+                        elif const_expr(geo.dk):
                             chain_rs(mmas.dk, acc_dk, ds, f_qt, here)
+                        else:
+                            chain_rs(mmas.dv, acc_dv, p, f_dot, do_stage)
                         warpgroup.commit_group()
                         warpgroup.wait_group(1)
-                        self._p(g, t, acc_s, p, shared, stage, m * geo.tile_q, cut, scale)
+                        self._p(g, t, acc_s, shared, stage, m * geo.tile_q, cut, scale)
+                        if const_expr(geo.dk):
+                            narrow(acc_s, p)
                         warpgroup.wait_group(0)
                         arrive(s_q.empty + here)
+                        if const_expr(not geo.dk):
+                            narrow(acc_s, p)
+                            arrive(s_do.empty + do_stage)
+                        do_stage, do_phase = following(do_stage, do_phase, geo.do_stages)
                     arrive(s_k.empty)
                 at, row0 = (item.b, item.k0, item.head), item.n * geo.tile_kv + g * 64
-                store_rows(t, acc_dk, dk, at, row0, item.len_k, item.room, geo.head_dim_qk, scale * LN2)
-                store_rows(t, acc_dv, dv, at, row0, item.len_k, item.room, geo.head_dim_v, Float32(1.0))
+                if const_expr(geo.dk):
+                    store_rows(t, acc_dk, dk, at, row0, item.len_k, item.room, geo.head_dim_qk, scale * LN2)
+                if const_expr(geo.dv):
+                    store_rows(t, acc_dv, dv, at, row0, item.len_k, item.room, geo.head_dim_v, Float32(1.0))
                 arrive(shared.items.empty + slot)
                 slot, slot_phase = following(slot, slot_phase, SLOTS)
         if const_expr(geo.dq):
             if t == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
 
+    def _of_ds(self, g, first, shared, mmas):
+        """Descriptors of dS as operand of dQ and of dK, of K as operand of dQ, and how dS^T goes to shared memory."""
+        if not self.geo.dq:
+            return None, None, None, None
+        cute.arch.barrier_arrive(barrier_id=DS_FREE + 1 - g, number_of_threads=CONSUMERS)
+        f_ds = mmas.dq.make_fragment_A(part_a(mmas.dq, first, shared.ds))
+        f_dst = mmas.dk.make_fragment_A(part_a(mmas.dk, first, turned(shared.ds)))
+        store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass_dtype(self.geo.dtype))
+        return f_ds, f_dst, fragment_b(mmas.dq, first, turned(shared.kv.tiles)), store
+
     def _scores(self, mmas):
-        return cute.make_rmem_tensor(mmas.s.get_slice(0).partition_shape_C((self.geo.tile_kv, self.geo.tile_q)), Float32)
+        """An accumulator of transposed scores."""
+        return self._accumulator(mmas.s, (self.geo.tile_kv, self.geo.tile_q))
+
+    def _accumulator(self, mma, shape):
+        return cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(shape), Float32)
 
     @cute.jit
-    def _p(self, g, t, acc, p, shared, stage, i0, cut, scale):
-        """P^T = exp2(scale S^T - LSE), masked where the tile is cut, rounded."""
+    def _p(self, g, t, acc, shared, stage, i0, cut, scale):
+        """P^T = exp2(scale S^T - LSE), masked where the tile is cut."""
         geo = self.geo
         lse = row_pairs(shared.stats, 0, stage, geo.tile_q)
         pair = cute.make_rmem_tensor((2,), Float32)
         for j in cutlass.range_constexpr(geo.tile_q // 8):
             cute.autovec_copy(lse[None, j], pair)
             for i in cutlass.range_constexpr(4):
-                acc[4 * j + i] = cute.arch.exp2(acc[4 * j + i] * scale - pair[i % 2])
+                acc[4 * j + i] = exp2(acc[4 * j + i] * scale - pair[i % 2])
         outside = (cut.j0 + geo.tile_kv > cut.len_k) | (cut.j0 + geo.tile_kv - 1 - i0 - cut.shift > cut.right)
         outside = outside | (i0 + geo.tile_q - 1 + cut.shift - cut.j0 > cut.left)
         if outside:
             self._mask(t, acc, cut.j0 + g * 64, i0, cut)
-        narrow(acc, p)
 
     @cute.jit
     def _mask(self, t, acc, j0, i0, cut):
@@ -443,20 +499,19 @@ class Backward:
 
     @cute.jit
     def _share(self, g, thread, ds, shared, mmas, store):
-        """Put this warpgroup's dS^T beside the other's, once both have read the last one."""
+        """Put this warpgroup's dS^T beside the other's, once both have read the last one; see that dQ's way is free."""
         copy = cute.make_tiled_copy_C(store, mmas.s).get_slice(thread)
         cute.arch.barrier(barrier_id=DS_FREE + g, number_of_threads=CONSUMERS)
         cute.copy(store, copy.retile(ds), copy.partition_D(turned(shared.ds))[None, None, None, 0])
         cute.arch.fence_view_async_shared()
+        if thread % WARPGROUP == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last dQ tile has left shared memory
         cute.arch.barrier(barrier_id=DS_FULL, number_of_threads=CONSUMERS)
 
     @cute.jit
     def _add_dq(self, g, t, tile, acc, dq_acc, shared):
         """Add this warpgroup's part of one dQ tile to dq_acc through shared memory."""
         half, count = self.geo.tile_q * self.geo.d_qk // 2, cute.size(acc)
-        if t == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier(barrier_id=STAGED + g, number_of_threads=WARPGROUP)
         source = cute.make_tensor(acc.iterator, cute.make_layout((4, count // 4)))
         target = cute.make_tensor(
             shared.out.iterator + cute.assume(g * half + t * 4, divby=4),

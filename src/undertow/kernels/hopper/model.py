@@ -18,9 +18,8 @@ WARPGROUPS = 2
 SHARED_RATE, EXP2_RATE, ISSUE_RATE = 128, 16, 128
 IN_L2, BEYOND_L2 = 3.8e12, 2.1e12
 L2_BYTES = 50 << 20
-P_SLOTS, DS_SLOTS, FMA_SLOTS = 2.5, 3.5, 9
-"""Issue slots an element: scale and half a rounding and one for exp2; widen, subtract, multiply, half a rounding; and
-what exp2 takes on the FMA pipe in place of the one."""
+P_SLOTS, DS_SLOTS = 2.5, 3.5
+"""Issue slots a score takes on its way to P (FMA, exp2, half a conversion) and to dS."""
 ITEM = 2
 
 
@@ -43,11 +42,9 @@ def product(n: int, k: int, *, registers: bool = False) -> Cost:
     return Cost(blocks * max(n / 2, nbytes / SHARED_RATE), blocks * nbytes)
 
 
-def exponentials(elements: int, eighths: int) -> Cost:
-    """exp2 of the scores, some eighths of them on the FMA pipe."""
-    by_fma = eighths / 8
-    issue = elements * (P_SLOTS - by_fma + by_fma * FMA_SLOTS) / ISSUE_RATE
-    return Cost(max(elements * (1 - by_fma) / EXP2_RATE, issue), 0)
+def exponentials(elements: int) -> Cost:
+    """exp2 of the scores: by the special function unit, or by what issues the instructions around it."""
+    return Cost(max(elements / EXP2_RATE, elements * P_SLOTS / ISSUE_RATE), 0)
 
 
 def reduction(nbytes: int, live: int, ghz: float, sms: int) -> float:
@@ -82,7 +79,7 @@ def _main(g: Geometry, live: int, ghz: float, sms: int) -> dict[str, float]:
     s, dp = product(g.tile_q, qk), product(g.tile_q, v) if g.dk else Cost(0, 0)
     dv = product(v, g.tile_q, registers=True) if g.dv else Cost(0, 0)
     dk = product(qk, g.tile_q, registers=not g.dq) if g.dk else Cost(0, 0)
-    p = exponentials(elements, g.fma_eighths)
+    p = exponentials(elements)
     early = min(1.0, 16 * g.early / g.tile_q) if g.dq else 0.0
     late = dk if g.dk else dv  # what is left for the exponentials to run beside
     ds = Cost(elements * DS_SLOTS / ISSUE_RATE if g.dk else 0, 0)
@@ -113,7 +110,7 @@ def _dq(g: Geometry) -> dict[str, float]:
     products = (product(64, g.d_qk), product(64, g.d_v), product(g.d_qk, 64, registers=True))
     copies = ITEM * 64 * (g.d_qk + g.d_v)
     bounds = {
-        "phases": exponentials(elements, 0).alone + elements * DS_SLOTS / ISSUE_RATE,
+        "phases": exponentials(elements).alone + elements * DS_SLOTS / ISSUE_RATE,
         "shared": (sum(p.nbytes for p in products) + copies) * tiles / SHARED_RATE,
         "tensor": sum(p.clocks for p in products) * tiles,
     }

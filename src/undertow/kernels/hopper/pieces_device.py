@@ -239,6 +239,11 @@ def own(mma, accumulate):
     return own
 
 
+def exp2(x):
+    """2^x by the special function unit."""
+    return cute.math.exp2(x, fastmath=True)
+
+
 @cute.jit
 def narrow(acc, out):
     """Round an fp32 accumulator to 16 bits, in the same order."""

@@ -41,11 +41,11 @@ def side(cu, used, length, total, s, batch):
         return s * 0, s * 0 + length, s * 0 + length
     else:
         live = s < batch
-        start = tl.load(cu + s, mask=live, other=0)
-        stop = tl.load(cu + s + 1, mask=live, other=0)
+        start = tl.load(cu + s, mask=live, other=0)  # [S]
+        stop = tl.load(cu + s + 1, mask=live, other=0)  # [S]
         n = stop - start
         if used is not None:
-            n = tl.load(used + s, mask=live, other=0)
+            n = tl.load(used + s, mask=live, other=0)  # [S]
         return start, n, tl.where(s == batch - 1, total, stop) - start
 
 
@@ -55,7 +55,8 @@ def first_tile(cu, length, total, s, batch, ROWS: tl.constexpr):
     if cu is None:
         return s * tl.maximum(tl.cdiv(length, ROWS), 1)
     else:
-        return tl.where(s < batch, tl.load(cu + s, mask=s < batch, other=0), total) // ROWS + s
+        start = tl.load(cu + s, mask=s < batch, other=0)  # [S]
+        return tl.where(s < batch, start, total) // ROWS + s
 
 
 @triton.jit
@@ -160,7 +161,7 @@ def prepare_kernel(out, dout, lse, dlse, given, sink, stats, dq_acc, dsink_rows,
         if dq_acc is None:
             write_table(seg, tables + 9 * (seg.batch + 1), pid, TILE_Q, TILE_KV, TOP_LEFT, True, CHUNK)
         if pid == 0:
-            tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+            tl.store(counters + tl.arange(0, 4), tl.zeros((4,), tl.int32))
     else:
         t, h = (pid - blocks) % tiles, (pid - blocks) // tiles
         at = find(seg, t, TILE_Q)
@@ -177,19 +178,18 @@ def prepare_kernel(out, dout, lse, dlse, given, sink, stats, dq_acc, dsink_rows,
             if given is None:
                 c = tl.arange(0, BLOCK_V)
                 keep = sees[:, None] & (c < HEAD_DIM_V)[None, :]
-                o = tl.load(address(out, at.b, h, at.row) + r[:, None] * out.stride_s + c[None, :], mask=keep, other=0.0)
-                do = tl.load(
-                    address(dout, at.b, h, at.row) + r[:, None] * dout.stride_s + c[None, :], mask=keep, other=0.0
-                )
+                at_o, at_do = address(out, at.b, h, at.row), address(dout, at.b, h, at.row)
+                o = tl.load(at_o + r[:, None] * out.stride_s + c[None, :], mask=keep, other=0.0)  # [M, DV]
+                do = tl.load(at_do + r[:, None] * dout.stride_s + c[None, :], mask=keep, other=0.0)  # [M, DV]
                 d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
             else:
-                d = tl.load(address(given, at.b, h, at.row) + r * given.stride_s, mask=sees, other=0.0)
+                d = tl.load(address(given, at.b, h, at.row) + r * given.stride_s, mask=sees, other=0.0)  # [M]
             if dlse is not None:
                 with_grad = sees
                 if sink is not None:
                     with_grad = live  # without a sink, LSE of a row that sees no key is the constant -inf
-                d -= tl.load(address(dlse, at.b, h, at.row) + r * dlse.stride_s, mask=with_grad, other=0.0)
-            l = tl.load(address(lse, at.b, h, at.row) + r * lse.stride_s, mask=sees, other=0.0)
+                d -= tl.load(address(dlse, at.b, h, at.row) + r * dlse.stride_s, mask=with_grad, other=0.0)  # [M]
+            l = tl.load(address(lse, at.b, h, at.row) + r * lse.stride_s, mask=sees, other=0.0)  # [M]
             tl.store(stats + slot * (2 * TILE_Q) + r, tl.where(sees, l * LOG2E, float("inf")))
             tl.store(stats + slot * (2 * TILE_Q) + TILE_Q + r, tl.where(sees, d, 0.0))
             if sink is not None:
@@ -208,7 +208,7 @@ def finish_kernel(dq_acc, dq, seg, scale, tiles, HEAD_DIM_QK: tl.constexpr, D_QK
 
     dq_acc holds a tile as the wgmma accumulators of two warpgroups (PTX ISA, wgmma.m64nNk16 matrix D), which share the
     columns of 64 rows or own 64 of 128 rows: [8 columns][warp][row % 8][column pair][row half][2].
-    Grid: tiles * nheads_q. LANES is how many groups of 8 columns are turned at a time.
+    Grid: tiles * nheads_q. Writes every row of dq. LANES is how many groups of 8 columns are turned at a time.
     """
     pid = tl.program_id(0)
     t, h = pid % tiles, pid // tiles

@@ -6,20 +6,9 @@ from typing import Any
 
 from ...cost import split_dim
 from ...problem import Problem
+from .. import watch
 from ..spec import Built, Config
 from .configs import STAGES, shared_bytes
-
-
-def _figures(compiled: Any) -> dict[str, Any]:
-    """A compiled kernel's own figures, from its metadata and its compile-time arguments, not from ours.
-
-    Registers and spills are known once the driver has loaded it, None before.
-    """
-    meta, source = compiled.metadata, compiled.src
-    names = [source.fn.arg_names[path[0]] if len(path) == 1 else "" for path in source.constants]
-    own = {name: value for name, value in zip(names, source.constants.values(), strict=True) if name.isupper()}
-    own |= {name: getattr(meta, name) for name in ("num_warps", "num_stages", "shared")}
-    return own | {name: getattr(compiled, name, None) for name in ("n_regs", "n_spills")}
 
 
 def built(problem: Problem, config: Config, launches: list[tuple[str, Any]]) -> Built:
@@ -27,7 +16,7 @@ def built(problem: Problem, config: Config, launches: list[tuple[str, Any]]) -> 
     wanted = [stage for stage in STAGES if stage != "dq" or not config.switch("fused")]
     ran = [stage for stage, _ in launches if stage in STAGES]
     found = [] if ran == wanted else [f"launched {' '.join(ran) or 'nothing'}, wanted {' '.join(wanted)}"]
-    stages = {stage: _figures(compiled) for stage, compiled in launches}
+    stages = {stage: watch.figures(compiled) for stage, compiled in launches}
     for stage in filter(stages.get, STAGES):
         own, have = config.switch(stage), stages[stage]
         wrong = {name: value for name, value in _resolved(problem, own).items() if have.get(name) != value}
