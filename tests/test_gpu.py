@@ -93,6 +93,7 @@ MORE = {
     "fp16": Problem.dense(1, 300, 300, band=CAUSAL, dtype="fp16", **D64),
     "sbhd": Problem.dense(2, 200, 270, band=CAUSAL, layout="sbhd", **D64),
     "bhsd": Problem.dense(2, 200, 270, band=CAUSAL, layout="bhsd", deterministic=True, **D64),
+    "70 segments": Problem.packed(tuple(1 + (7 * n) % 23 for n in range(70)), band=CAUSAL, **D64),
     "no keys at all": Problem.dense(1, 70, 0, **D64),
 }
 

@@ -26,6 +26,7 @@ PROBLEMS = {
         "causal": lambda **d: Problem.dense(1, 150, 200, band=Band(None, 0), **D64, **d),
         "window, packed": lambda **d: Problem.packed(*LENGTHS, band=Band(70, 9), **D64, **d),
         "sink": lambda **d: Problem.packed(*LENGTHS, band=Band(None, 0), has_sink=True, has_dlse=True, **D64, **d),
+        "70 segments": lambda **d: Problem.packed(tuple(1 + n % 9 for n in range(70)), **D64, **d),
         "192/128": lambda **d: Problem.dense(1, 150, 200, **MLA, **d),
     }.items()
 }
