@@ -93,7 +93,7 @@ def segment_of(table, tile):
     while span > 1:
         step = (span + 31) // 32
         before = Int32(0)
-        if lane * step < span:
+        if lane * step < cutlass.min(span, table.shape[1] - 1 - low):
             if table[7, low + lane * step] <= tile:
                 before = Int32(1)
         low += (cute.arch.popc(cute.arch.vote_ballot_sync(before == 1)) - 1) * step
