@@ -163,6 +163,13 @@ def test_the_claimed_kernel_must_take_its_share_of_the_time():
     assert "nothing run" in proof.disproof("sdpa_flash", proof.Seen((), 0.0), "backward", shares=True)
 
 
+def test_a_forward_takes_less_of_both_passes():
+    """A fifth is what it takes on a GPU; a twentieth is another kernel's work."""
+    for forward, refused in ((200.0, False), (50.0, True)):
+        seen = proof.Seen((("flash_fwd_kernel", forward), ("flash_bwd_kernel", 1000.0 - forward)), 0.0)
+        assert bool(proof.disproof("sdpa_flash", seen, "both", shares=True)) is refused
+
+
 def test_a_cache_of_gradients_is_found_after_the_timed_calls():
     calls = []
 

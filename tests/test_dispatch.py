@@ -2,6 +2,7 @@
 
 import pytest
 
+import undertow.kernels.hopper
 from undertow import dispatch
 from undertow.problem import Band, Problem
 from undertow.target import TARGETS
@@ -25,8 +26,9 @@ def entry(ms, **fields):
 
 @pytest.fixture
 def measured(monkeypatch):
-    def use(*entries):
+    def use(*entries, hopper="not installed"):
         monkeypatch.setattr(dispatch, "records", lambda: entries)
+        monkeypatch.setattr(undertow.kernels.hopper, "_missing", lambda problem: hopper)
         dispatch.select.cache_clear()
 
     yield use
@@ -39,8 +41,12 @@ def chosen(p, target=SM90):
 
 
 def test_nothing_measured_takes_ours(measured):
+    """The Hopper kernels where they can be had, the portable ones where not, or where they have no softcap."""
     measured()
     assert chosen(problem()) == "triton"
+    measured(hopper="")
+    assert chosen(problem()) == "hopper"
+    assert chosen(problem(softcap=30.0)) == "triton"
 
 
 @pytest.mark.parametrize(
