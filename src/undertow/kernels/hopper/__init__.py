@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...problem import Problem
 from ...target import Target
 from ...workspace import Buffer, WorkspacePlan, dsink_rows_buffer
-from ..spec import Config, Kernel, Limit, Tensors
-from .build import available
-from .echo import built
+from ..spec import Built, Config, Kernel, Limit, Tensors
 from .geometry import Geometry, choose, launches, query_tiles
 
 L2_BYTES = 24 << 20
@@ -24,6 +24,8 @@ def _geometry(problem: Problem) -> Geometry | None:
 
 def _missing(problem: Problem) -> str:
     """Why a kernel of the plan cannot be had; empty when all can."""
+    from .build import available
+
     geometry = _geometry(problem)
     return next((why for kind, g in launches(geometry) if (why := available(g, kind))), "") if geometry else ""
 
@@ -93,6 +95,12 @@ def _backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tenso
     backward(problem, config, tensors, scratch)
 
 
+def _built(problem: Problem, config: Config, seen: list[tuple[str, Any]]) -> Built:
+    from .echo import built
+
+    return built(problem, config, seen)
+
+
 def _executed_dims(problem: Problem) -> tuple[int, int]:
     geometry = _geometry(problem)
     return (geometry.d_qk, geometry.d_v) if geometry else (problem.head_dim_qk, problem.head_dim_v)
@@ -114,7 +122,7 @@ KERNEL = Kernel(
     plan_workspace=plan_workspace,
     backward=_backward,
     executed_dims=_executed_dims,
-    built=built,
+    built=_built,
     gemms=lambda p, t: _gemms(_geometry(p)),
 )
 
