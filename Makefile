@@ -11,10 +11,12 @@ STAMP := .venv/.installed-$(EXTRAS)
 demo: $(STAMP)
 	$(BIN)/undertow verify
 
-# Two runs: compiled and interpreted Triton cannot share a process.
+# Three runs: compiled and interpreted Triton cannot share a process, nor FlyDSL and CUTLASS's DSL.
+HOPPER_BUILD := tests/test_hopper_build.py
 test: $(STAMP) lint
 	$(BIN)/python -m pytest tests/simulator -m "not slow and not gpu" -n 2 --dist loadfile
-	$(BIN)/python -m pytest tests -m "not slow and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(HOPPER_BUILD) -m "not slow and not gpu" -n 2
+	$(BIN)/python -m pytest tests --ignore $(HOPPER_BUILD) -m "not slow and not gpu" -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests tools
@@ -23,7 +25,8 @@ lint: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest tests/simulator -m "slow and not gpu"
-	$(BIN)/python -m pytest tests -m "slow and not gpu"
+	$(BIN)/python -m pytest $(HOPPER_BUILD) -m "slow and not gpu"
+	$(BIN)/python -m pytest tests --ignore $(HOPPER_BUILD) -m "slow and not gpu"
 
 test-amd: $(STAMP)
 	$(BIN)/python -m pytest tests/simulator

@@ -13,7 +13,7 @@ from support import CAUSAL, make
 from typer.testing import CliRunner
 
 from undertow.cli import app, main
-from undertow.kernels import alloc, hopper, watch
+from undertow.kernels import alloc, hopper, isolate, watch
 from undertow.kernels.hopper import build, echo
 from undertow.kernels.hopper.geometry import SHARED_BYTES, choose, launches
 from undertow.problem import Band, Problem
@@ -29,7 +29,7 @@ DIMS = (
     (256, 256),
 )  # fmt: skip
 SPILL_BYTES = 24
-"""Allowed outside the loop over tiles, once a tile of a block: 144/144 apart spills 20, 112/112 12, most none."""
+"""Allowed outside the loop over tiles, once a tile of a block: 144/144 and 112/112 apart spill 12, most none."""
 
 
 def called(kind, g):
@@ -378,3 +378,16 @@ def test_the_command_without_the_dsl_is_one_line(tmp_path, without_dsl, monkeypa
         main()
     said = capsys.readouterr().err.strip()
     assert end.value.code == 2 and said.startswith("undertow: nvidia_cutlass_dsl and cutlass not installed (pip")
+
+
+@pytest.mark.parametrize(("package", "other"), [("flydsl", "cutlass"), ("cutlass", "flydsl")])
+def test_two_compilers_in_one_process_are_refused(monkeypatch, package, other):
+    """Each brings an MLIR; importing the second would end the process without a word of Python."""
+    for name in (package, other):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    isolate.claim(package)
+    monkeypatch.setitem(sys.modules, other, object())
+    with pytest.raises(RuntimeError, match=f"{package} cannot be loaded beside {other}"):
+        isolate.claim(package)
+    monkeypatch.setitem(sys.modules, package, object())
+    isolate.claim(package)

@@ -21,6 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from .. import isolate
+
 TIMEOUT_S = 900
 FLOATS = frozenset({"lse", "delta", "lse_in", "dlse", "delta_in", "dsink", "sink"})
 EXTRA = "pip install 'undertow[amd]'"
@@ -29,6 +31,7 @@ EXTRA = "pip install 'undertow[amd]'"
 def launcher(key: tuple[str, str, Any, frozenset[str]]) -> Any:
     """The FlyDSL launcher that `key` builds. Tracing happens when it is compiled."""
     module, builder, geometry, features = key
+    isolate.claim("flydsl")
     try:
         device = importlib.import_module(f"{__package__}.{module}")
     except ImportError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...env import settings
-from .. import watch
+from .. import isolate, watch
 from .geometry import Geometry, choose, launches
 
 ARCH = "sm_90a"
@@ -85,6 +85,7 @@ def _entry(geometry: Geometry, kind: str) -> Entry:
         raise ImportError(reason)
     if path := object_path(geometry, kind):
         return Entry(path.stem, _load(path), path.read_bytes)
+    isolate.claim("cutlass")
     from cutlass import cute
     from cutlass.base_dsl.compiler import DumpDir
 
@@ -180,6 +181,7 @@ def compiled(geometry: Geometry, kind: str = "main", ptxas: str = "") -> Compile
 
 @lru_cache(maxsize=64)
 def _compiled(geometry: Geometry, kind: str, ptxas: str) -> Compiled:
+    isolate.claim("cutlass")
     from cutlass import cute
     from cutlass.base_dsl.compiler import DumpDir
 
