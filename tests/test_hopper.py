@@ -3,7 +3,11 @@
 The device code itself is compiled and inspected in test_hopper_build.py, and run by the GPU tests.
 """
 
+import ast
+import itertools
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,3 +109,88 @@ def test_outputs_that_the_copy_engine_cannot_write_are_copied():
     assert _tma(odd, "bshd").data_ptr() != odd.data_ptr()
     even = torch.zeros(2, 3, 5, 16, dtype=torch.bfloat16)[..., :8]
     assert _tma(even, "bhsd").data_ptr() == even.data_ptr() and _tma(even, "bhsd").shape == (2, 5, 3, 8)
+
+
+@pytest.mark.parametrize("layout, shape", [("bshd", (2, 5, 3, 8)), ("thd", (30, 1, 8)), ("bhsd", (1, 1, 1, 8))])
+def test_a_contiguous_tensor_off_16_bytes_is_copied(layout, shape):
+    from undertow.kernels.hopper.host import _tma
+
+    count = torch.Size(shape).numel()
+    whole = torch.arange(count + 1, dtype=torch.bfloat16)
+    off = whole[1:].view(shape) if whole.data_ptr() % 16 == 0 else whole[:-1].view(shape)
+    assert off.is_contiguous() and off.data_ptr() % 16
+    got = _tma(off, layout)
+    assert got.data_ptr() % 16 == 0 and all(s and s % 8 == 0 for s in got.stride()[:-1])
+    assert torch.equal(got.flatten(), off.flatten()) or layout == "bhsd"
+
+
+def test_sides_of_a_band_fit_the_kernels_arithmetic():
+    from undertow.kernels.hopper.host import UNBOUNDED, _band
+
+    ends = {"layout": "thd", **DIMS}
+    for left, right in ((2**31 - 9, 0), (-(2**31), 2**31 + 5), (None, 2**30), (None, None), (70, 9)):
+        got = _band(Problem(1, 4, 4, 2**31 - 1, 2**31 - 1, band=Band(left, right), **ends))
+        assert all(abs(x) <= UNBOUNDED for x in got) and sum(got) >= 0
+        assert (left, right) != (70, 9) or got == (70, 9)
+
+
+class Table:
+    """Row 7 of a scheduling table whose segments hold these tiles; a probe beside the segments is an error."""
+
+    def __init__(self, tiles):
+        self.firsts = [0, *itertools.accumulate(tiles)]
+        self.shape = (9, len(self.firsts))
+
+    def __getitem__(self, at):
+        row, column = at
+        assert row == 7 and 0 <= column < self.shape[1] - 1, f"probed {at} of {self.shape[1] - 1} segments"
+        return self.firsts[column]
+
+
+def lanes_of(source):
+    """`segment_of` of the device code as a generator for one lane: it yields its vote and is sent the ballot."""
+    tree = next(x for x in ast.parse(source).body if getattr(x, "name", "") == "segment_of")
+    tree.decorator_list = []
+    text = ast.unparse(tree).replace("cute.arch.vote_ballot_sync(", "(yield ")
+    text = text.replace("(table, tile)", "(table, tile, lane)").replace("lane = cute.arch.lane_idx()", "")
+    names = {"Int32": int, "cutlass": SimpleNamespace(min=min)}
+    names["cute"] = SimpleNamespace(arch=SimpleNamespace(popc=int.bit_count))
+    exec(text, names)
+    return names["segment_of"]
+
+
+def warp(lane, table, tile):
+    """What 32 lanes find, in step."""
+    running, ballot = [lane(table, tile, n) for n in range(32)], None
+    while True:
+        votes, found = [], set()
+        for one in running:
+            try:
+                votes.append(one.send(ballot))
+            except StopIteration as end:
+                found.add(end.value)
+        if found:
+            (answer,) = found
+            assert not votes
+            return answer
+        ballot = sum(vote << n for n, vote in enumerate(votes))
+
+
+def test_a_warp_finds_the_segment_of_every_tile():
+    """The device code's own lines, with the lanes in step: never a probe beside the row, whatever the batch."""
+    lane = lanes_of((Path(build.__file__).parent / "pieces_device.py").read_text())
+    for segments in range(1, 1501):
+        table = Table([1 + n * n % 3 for n in range(segments)])
+        few = {0, segments // 3, segments - 2, segments - 1} if segments > 66 else range(segments)
+        for s in few:
+            for tile in {table.firsts[s], table.firsts[s + 1] - 1} if s >= 0 else ():
+                assert warp(lane, table, tile) == s
+
+
+def test_the_search_that_left_the_row_is_red():
+    """As it was: the last round of 70 segments probed two columns too far."""
+    source = (Path(build.__file__).parent / "pieces_device.py").read_text()
+    bound = "lane * step < cutlass.min(span, table.shape[1] - 1 - low)"
+    assert bound in source
+    with pytest.raises(AssertionError, match="of 70 segments"):
+        warp(lanes_of(source.replace(bound, "lane * step < span")), Table([1] * 70), 69)

@@ -61,7 +61,9 @@ def _main(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) 
 
 
 def _band(problem: Problem) -> tuple[int, int]:
-    return tuple(UNBOUNDED if side is None else side for side in (problem.band.left, problem.band.right))
+    """Both sides as the kernels take them; 32 bits hold their sum, and one with a length."""
+    sides = (UNBOUNDED if side is None else side for side in (problem.band.left, problem.band.right))
+    return tuple(max(-UNBOUNDED, min(side, UNBOUNDED)) for side in sides)
 
 
 def _segments(problem: Problem, tensors: Tensors) -> Segments:
@@ -105,11 +107,12 @@ def _bshd(tensor: Tensor, layout: str) -> Tensor:
 def _tma(tensor: Tensor, layout: str) -> Tensor:
     """As (b, s, h, d) for the copy engine: base and strides multiples of 16 bytes, none 0; copied where they are not.
 
-    A dimension of size 1 may have any stride in torch; it gets an admissible one.
+    A dimension of size 1 may have any stride in torch; it gets an admissible one. `contiguous` would not do to copy: a
+    tensor that begins off a multiple of 16 bytes may be contiguous.
     """
     x = _bshd(tensor, layout)
     unit = 16 // x.element_size()
     strides = [s if n > 1 else x.shape[-1] * unit for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     if x.data_ptr() % 16 or any(s % unit or s == 0 for s in strides):
-        return x.contiguous()
+        return x.clone(memory_format=torch.contiguous_format)
     return x.as_strided(x.shape, (*strides, 1))
