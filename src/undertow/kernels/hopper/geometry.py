@@ -51,6 +51,15 @@ class Geometry:
         """Columns of dQ that one warpgroup multiplies: half of 64 rows, or all of its own 64 rows of 128."""
         return self.d_qk // 2 if self.tile_q == 64 else self.d_qk
 
+    @property
+    def k_atom(self) -> int:
+        """The swizzle atom of K: divides what one warpgroup multiplies of it along either axis.
+
+        Without dQ, K is never split by columns: then 16 where half of them would ask for 8, the unswizzled layout,
+        which nothing else uses and no GPU test has run.
+        """
+        return max(16, self.atom(self.dq_columns))
+
     @staticmethod
     def atom(columns: int) -> int:
         """The widest swizzle atom, in elements, that divides `columns`."""

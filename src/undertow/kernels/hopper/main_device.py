@@ -151,14 +151,14 @@ class Backward:
     def _layouts(self, dtype):
         """Shared-memory layouts of q, k, v, do, ds: atoms that divide what a warpgroup reads along either axis."""
         geo, atom = self.geo, warpgroup.SmemLayoutAtomKind
-        wide = {64: atom.K_SW128, 32: atom.K_SW64, 16: atom.K_SW32, 8: atom.K_INTER}
+        wide = {64: atom.K_SW128, 32: atom.K_SW64, 16: atom.K_SW32}
 
         def ring(kind, shape, order=(0, 1, 2)):
             return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=order)
 
         return (
             ring(wide[geo.atom(geo.d_qk)], (geo.tile_q, geo.d_qk, geo.q_stages)),
-            ring(wide[geo.atom(geo.dq_columns)], (geo.tile_kv, geo.d_qk, 1)),
+            ring(wide[geo.k_atom], (geo.tile_kv, geo.d_qk, 1)),
             ring(wide[geo.atom(geo.d_v)], (geo.tile_kv, geo.d_v, 1)),
             ring(wide[geo.atom(geo.d_v)], (geo.tile_q, geo.d_v, geo.do_stages)),
             ring(atom.MN_SW128, (geo.tile_q, geo.tile_kv, 1), (1, 0, 2)),
