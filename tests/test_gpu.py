@@ -117,15 +117,21 @@ def shifted(x):
     return torch.full((*x.shape[:-1], x.shape[-1] + 9), torch.nan, dtype=x.dtype, device=GPU)[..., 3:-6].copy_(x)
 
 
+def one_off(x):
+    """The same values, contiguous, two bytes off any boundary."""
+    return torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype, device=GPU)[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("moved", [shifted, one_off])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
-def test_hopper_takes_and_fills_what_the_copy_engine_cannot(layout):
+def test_hopper_takes_and_fills_what_the_copy_engine_cannot(layout, moved):
     fields = D64 | {"band": CAUSAL, "deterministic": True}
     packed = Problem.packed((130, 1, 70), (130, 60, 70), **fields)
     problem = packed if layout == "thd" else Problem.dense(2, 150, 200, layout=layout, **fields)
     tensors = ready(problem, "hopper")
     want = step(problem, tensors, "hopper")
-    odd = {n: shifted(tensors[n]) for n in ("q", "k", "v", "dout")}
-    given = {f"d{n}": shifted(torch.zeros_like(tensors[n])) for n in "qkv"}
+    odd = {n: moved(tensors[n]) for n in ("q", "k", "v", "dout")}
+    given = {f"d{n}": moved(torch.zeros_like(tensors[n])) for n in "qkv"}
     grads = gradients(problem, tensors | odd, want["out"], want["lse"], "hopper", **given)
     same(grads._asdict(), want, GRADS)
     assert all(getattr(grads, n).data_ptr() == given[n].data_ptr() for n in GRADS)
