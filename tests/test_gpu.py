@@ -76,7 +76,7 @@ def test_a_hopper_launch_that_is_not_the_config_is_red(monkeypatch):
 
 # ---- the Hopper kernel's parity, for pairs of head dims that take different tiles and plans
 
-PAIRS = ((192, 128), (128, 128), (96, 96), (64, 64), (80, 80), (40, 40))
+PAIRS = ((192, 128), (128, 128), (96, 96), (64, 64), (80, 80), (40, 40), (144, 144), (176, 128), (240, 248), (256, 256))
 LENGTHS = ((200, 0, 1, 130, 3), (129, 3, 36, 0, 300))
 FORMS = {
     "dense": lambda **d: Problem.dense(2, 300, 300, nheads_q=2, nheads_kv=2, band=CAUSAL, **d),
