@@ -229,7 +229,7 @@ def test_a_named_kernel_that_has_no_deterministic_plan_is_refused():
             1, 64, 64, nheads_q=2, nheads_kv=2, head_dim_qk=dims[0], head_dim_v=dims[1], deterministic=True
         )
         for arch in ("sm_90", "gfx942"):
-            assert select(problem, TARGETS[arch]).name in ("triton", "torch_tiled")
+            assert select(problem, TARGETS[arch]).name in ("hopper", "triton", "torch_tiled")
 
 
 # ---- outputs of the caller's, LSE of the caller's
@@ -348,7 +348,7 @@ DENSE_FAULTS = [
     ({"kw": {"softcap": -2.0}}, "softcap is -2.0, wanted a finite number >= 0"),
     ({"kw": {"softmax_scale": float("nan")}}, "softmax_scale is nan, wanted a finite number"),
     ({"kw": {"causal_align": "left"}}, "causal_align is 'left', wanted one of"),
-    ({"kw": {"kernel": "magic"}}, "kernel is 'magic', wanted one of aiter_asm, triton, flydsl, torch_tiled"),
+    ({"kw": {"kernel": "magic"}}, "kernel is 'magic', wanted one of aiter_asm, hopper, triton, flydsl, torch_tiled"),
     ({"kw": {"sink": torch.zeros(3, device=DEVICE)}}, r"sink has shape \(3,\), wanted \(4,\)"),
     ({"kw": {"sink": torch.zeros(4, dtype=torch.int32, device=DEVICE)}}, "sink has dtype torch.int32, wanted"),
 ]

@@ -181,7 +181,7 @@ def test_a_kernel_whose_d_is_wrong_is_red(monkeypatch):
 
 
 def test_geometry_that_differs_from_the_config_is_red(monkeypatch):
-    """The gate's wiring; what it compares is in test_geometry."""
+    """The gate's wiring; what it compares is in test_compiled_geometry."""
     from undertow.instruments import verify as module
     from undertow.kernels.spec import Built
     from undertow.kernels.torch_tiled import KERNEL
