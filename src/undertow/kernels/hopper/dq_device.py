@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -28,7 +28,6 @@ from .pieces_device import (
     WARPS,
     Cut,
     Ring,
-    Source,
     Sources,
     Work,
     arrive,
@@ -40,12 +39,17 @@ from .pieces_device import (
     expect,
     following,
     fragment_b,
+    hand_over,
     load,
+    make_rings,
     narrow,
     operand_shape,
     part_a,
+    ring_layout,
     row_of,
     store_rows,
+    take_ticket,
+    tma_source,
     turned,
 )  # fmt: skip
 
@@ -121,15 +125,10 @@ class DqBackward:
         """
         geo, dtype = self.geo, cutlass_dtype(self.geo.dtype)
         layouts = self._layouts(dtype)
-        sources = []
-        for tensor, layout, rows, dim in (
-            (q, layouts[0], HALF, geo.d_qk), (k, layouts[2], self.keys, geo.d_qk),
-            (v, layouts[3], self.keys, geo.d_v), (dout, layouts[1], HALF, geo.d_v),
-        ):  # fmt: skip
-            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
-            copy = cpasync.CopyBulkTensorTileG2SOp()
-            info = cpasync.make_tiled_tma_atom(copy, view, cute.select(layout, mode=[0, 1]), (rows, dim))
-            sources.append(Source(info.atom, info.tma_tensor))
+        sources = (
+            tma_source(q, layouts[0], HALF, geo.d_qk), tma_source(k, layouts[2], self.keys, geo.d_qk),
+            tma_source(v, layouts[3], self.keys, geo.d_v), tma_source(dout, layouts[1], HALF, geo.d_v),
+        )  # fmt: skip
         mma = lambda major, n, source: make_trivial_tiled_mma(
             dtype, dtype, K_MAJOR, major, Float32, (1, 1, 1), (HALF, n), source
         )
@@ -145,13 +144,8 @@ class DqBackward:
 
     def _layouts(self, dtype):
         """Shared-memory layouts of q, do, k, v."""
-        geo, atom = self.geo, warpgroup.SmemLayoutAtomKind
-        wide = {64: atom.K_SW128, 32: atom.K_SW64, 16: atom.K_SW32}
-
-        def ring(*shape):
-            kind = warpgroup.make_smem_layout_atom(wide[geo.atom(shape[1])], dtype)
-            return cute.tile_to_shape(kind, shape, order=(0, 1, 2))
-
+        geo = self.geo
+        ring = lambda *shape: ring_layout(dtype, geo.atom(shape[1]), shape)
         return (
             ring(HALF, geo.d_qk, 2), ring(HALF, geo.d_v, 2),
             ring(self.keys, geo.d_qk, self.k_stages), ring(self.keys, geo.d_v, self.v_stages),
@@ -181,53 +175,31 @@ class DqBackward:
         place = lambda layout: smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
         q, do, k, v = (place(layout) for layout in layouts)
         items = smem.allocate_tensor(Int32, cute.make_layout((16, SLOTS)), byte_alignment=16)
-        made, sizes = [], (2, self.k_stages, self.v_stages, SLOTS)
-        for tiles, stages in zip((q, k, v, items), sizes, strict=True):
-            bars = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
-            made.append(Ring(tiles, bars, bars + stages, stages))
-        q, k, v, items = made
-        self._init(tid, made)
+        stages = ((k, self.k_stages, WARPS), (v, self.v_stages, WARPS), (items, SLOTS, WARPS))
+        mine = (q, 2, WARPS // 2)  # the warps that own the rows
+        q, k, v, items = make_rings(smem, tid, (mine, *stages))
         return Shared(q, do, k, v, items)
-
-    @cute.jit
-    def _init(self, tid, made):
-        """A stage is filled by one thread and emptied by eight warps; of Q and dO by the four that own its rows."""
-        if tid == 0:
-            for ring, warps in zip(made, (WARPS // 2, WARPS, WARPS, WARPS), strict=True):
-                for i in cutlass.range_constexpr(ring.stages):
-                    cute.arch.mbarrier_init(ring.full + i, 1)
-                    cute.arch.mbarrier_init(ring.empty + i, warps)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
 
     # ---------------------------------------------------------------- producer
 
     @cute.jit
     def _produce(self, sources, shared, work):
         """Draw items, hand them to the consumers, and load their tiles: the last K, Q and dO, V, then K, V downward."""
-        geo, lane = self.geo, cute.arch.lane_idx()
+        geo = self.geo
         heads = sources.q.tensor.shape[2] // sources.k.tensor.shape[2]
         k_at, k_phase, v_at, v_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         slot, slot_phase, q_phase = Int32(0), Int32(0), Int32(0)
         items = sources.table[7, sources.table.shape[1] - 1] * sources.q.tensor.shape[2]
         more = Int32(1)
         while more > 0:
-            ticket = Int32(0)
-            if lane == 0:
-                ticket = cute.arch.atomic_add(sources.counter.iterator, Int32(1))
-            ticket = cute.arch.shuffle_sync(ticket, 0)
+            ticket = take_ticket(sources.counter)
             cute.arch.mbarrier_wait(shared.items.empty + slot, slot_phase ^ 1)
             if ticket >= items:
-                if lane == 0:
-                    shared.items.tiles[0, slot] = Int32(-1)
-                    cute.arch.mbarrier_arrive(shared.items.full + slot)
+                hand_over(shared.items, slot, (Int32(-1),))
                 more = Int32(0)
             else:
                 item = self._item(sources, work, ticket)
-                if lane == 0:
-                    for i in cutlass.range_constexpr(len(item)):
-                        shared.items.tiles[i, slot] = item[i]
-                    cute.arch.mbarrier_arrive(shared.items.full + slot)
+                hand_over(shared.items, slot, item)
                 if item.n_lo < item.n_hi:
                     row, head_kv = item.k0 + (item.n_hi - 1) * self.keys, item.head // heads
                     for step in cutlass.range(item.n_hi - item.n_lo, unroll=1):

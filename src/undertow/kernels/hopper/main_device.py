@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -29,7 +29,6 @@ from .pieces_device import (
     WARPS,
     Cut,
     Ring,
-    Source,
     Sources,
     Work,
     arrive,
@@ -41,13 +40,18 @@ from .pieces_device import (
     expect,
     following,
     fragment_b,
+    hand_over,
     load,
+    make_rings,
     narrow,
     operand_shape,
     own,
     part_a,
+    ring_layout,
     row_of,
     store_rows,
+    take_ticket,
+    tma_source,
     turned,
 )  # fmt: skip
 
@@ -131,15 +135,10 @@ class Backward:
         """
         geo, dtype = self.geo, cutlass_dtype(self.geo.dtype)
         layouts = self._layouts(dtype)
-        sources = []
-        for tensor, layout, rows, dim in (
-            (q, layouts[0], geo.tile_q, geo.d_qk), (k, layouts[1], geo.tile_kv, geo.d_qk),
-            (v, layouts[2], geo.tile_kv, geo.d_v), (dout, layouts[3], geo.tile_q, geo.d_v),
-        ):  # fmt: skip
-            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
-            load = cpasync.CopyBulkTensorTileG2SOp()
-            info = cpasync.make_tiled_tma_atom(load, view, cute.select(layout, mode=[0, 1]), (rows, dim))
-            sources.append(Source(info.atom, info.tma_tensor))
+        sources = (
+            tma_source(q, layouts[0], geo.tile_q, geo.d_qk), tma_source(k, layouts[1], geo.tile_kv, geo.d_qk),
+            tma_source(v, layouts[2], geo.tile_kv, geo.d_v), tma_source(dout, layouts[3], geo.tile_q, geo.d_v),
+        )  # fmt: skip
         self._kernel(
             Sources(*sources, stats, table, counter), layouts, self._mmas(dtype), dq_acc, dk, dv,
             Work(columns, together, left, right), scale,
@@ -150,18 +149,15 @@ class Backward:
 
     def _layouts(self, dtype):
         """Shared-memory layouts of q, k, v, do, ds: atoms that divide what a warpgroup reads along either axis."""
-        geo, atom = self.geo, warpgroup.SmemLayoutAtomKind
-        wide = {64: atom.K_SW128, 32: atom.K_SW64, 16: atom.K_SW32}
-
-        def ring(kind, shape, order=(0, 1, 2)):
-            return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=order)
-
+        geo = self.geo
+        qk, v = geo.atom(geo.d_qk), geo.atom(geo.d_v)
+        of_ds = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, dtype)
         return (
-            ring(wide[geo.atom(geo.d_qk)], (geo.tile_q, geo.d_qk, geo.q_stages)),
-            ring(wide[geo.k_atom], (geo.tile_kv, geo.d_qk, 1)),
-            ring(wide[geo.atom(geo.d_v)], (geo.tile_kv, geo.d_v, 1)),
-            ring(wide[geo.atom(geo.d_v)], (geo.tile_q, geo.d_v, geo.do_stages)),
-            ring(atom.MN_SW128, (geo.tile_q, geo.tile_kv, 1), (1, 0, 2)),
+            ring_layout(dtype, qk, (geo.tile_q, geo.d_qk, geo.q_stages)),
+            ring_layout(dtype, geo.k_atom, (geo.tile_kv, geo.d_qk, 1)),
+            ring_layout(dtype, v, (geo.tile_kv, geo.d_v, 1)),
+            ring_layout(dtype, v, (geo.tile_q, geo.d_v, geo.do_stages)),
+            cute.tile_to_shape(of_ds, (geo.tile_q, geo.tile_kv, 1), order=(1, 0, 2)),
         )
 
     def _mmas(self, dtype):
@@ -211,24 +207,9 @@ class Backward:
         out = plain(Float32, (geo.tile_q * geo.d_qk,)) if geo.dq else None
         stats = smem.allocate_tensor(Float32, cute.make_layout((geo.tile_q, 2, geo.q_stages)), byte_alignment=128)
         items = smem.allocate_tensor(Int32, cute.make_layout((16, SLOTS)), byte_alignment=16)
-        rings, sizes = [], (1, geo.q_stages, geo.do_stages, SLOTS)
-        for tiles, stages in zip((k, q, do, items), sizes, strict=True):
-            bars = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
-            rings.append(Ring(tiles, bars, bars + stages, stages))
-        self._init(tid, rings)
-        kv, q, do, items = rings
+        stages = ((k, 1, WARPS), (q, geo.q_stages, WARPS), (do, geo.do_stages, WARPS), (items, SLOTS, WARPS))
+        kv, q, do, items = make_rings(smem, tid, stages)
         return Shared(kv, v, q, do, ds, out, stats, items)
-
-    @cute.jit
-    def _init(self, tid, rings):
-        """A stage is filled by one thread and emptied by eight warps."""
-        if tid == 0:
-            for ring in rings:
-                for i in cutlass.range_constexpr(ring.stages):
-                    cute.arch.mbarrier_init(ring.full + i, 1)
-                    cute.arch.mbarrier_init(ring.empty + i, WARPS)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
 
     # ---------------------------------------------------------------- producer
 
@@ -239,29 +220,21 @@ class Backward:
         Query tiles downward, the heads of a group innermost, so that the blocks of a head are at the same tile at a
         time and dQ is added up in the L2 cache; under a window, from the same multiple of the window.
         """
-        geo, lane = self.geo, cute.arch.lane_idx()
+        geo = self.geo
         heads = sources.stats.shape[0] // sources.k.tensor.shape[2]
         stage, phase, do_stage, do_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         slot, slot_phase, kv_phase = Int32(0), Int32(0), Int32(0)
         items = sources.table[7, sources.table.shape[1] - 1] * sources.k.tensor.shape[2]
         more = Int32(1)
         while more > 0:
-            ticket = Int32(0)
-            if lane == 0:
-                ticket = cute.arch.atomic_add(sources.counter.iterator, Int32(1))
-            ticket = cute.arch.shuffle_sync(ticket, 0)
+            ticket = take_ticket(sources.counter)
             cute.arch.mbarrier_wait(shared.items.empty + slot, slot_phase ^ 1)
             if ticket >= items:
-                if lane == 0:
-                    shared.items.tiles[0, slot] = Int32(-1)
-                    cute.arch.mbarrier_arrive(shared.items.full + slot)
+                hand_over(shared.items, slot, (Int32(-1),))
                 more = Int32(0)
             else:
                 item = self._item(sources, work, ticket)
-                if lane == 0:
-                    for i in cutlass.range_constexpr(len(item)):
-                        shared.items.tiles[i, slot] = item[i]
-                    cute.arch.mbarrier_arrive(shared.items.full + slot)
+                hand_over(shared.items, slot, item)
                 if item.m_lo < item.m_hi:
                     cute.arch.mbarrier_wait(shared.kv.empty, kv_phase ^ 1)
                     kv_phase ^= 1

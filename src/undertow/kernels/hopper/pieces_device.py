@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -63,6 +63,61 @@ class Cut(NamedTuple):
     shift: Any
     left: Any
     right: Any
+
+
+def tma_source(tensor, layout, rows, dim):
+    """TMA loads of (rows, dim) tiles of a (b, s, h, d) tensor into one stage of a ring's layout."""
+    view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+    copy = cpasync.CopyBulkTensorTileG2SOp()
+    info = cpasync.make_tiled_tma_atom(copy, view, cute.select(layout, mode=[0, 1]), (rows, dim))
+    return Source(info.atom, info.tma_tensor)
+
+
+def ring_layout(dtype, width, shape):
+    """(rows, dim, stages) in atoms of `width` elements, see `Geometry.atom`."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[width]
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=(0, 1, 2))
+
+
+def make_rings(smem, tid, parts):
+    """Rings of (tiles, stages, warps): a stage is filled by one thread and emptied by that many warps."""
+    rings = []
+    for tiles, stages, _ in parts:
+        bars = smem.allocate_array(cutlass.Int64, 2 * stages, byte_alignment=8)
+        rings.append(Ring(tiles, bars, bars + stages, stages))
+    _init(tid, rings, [warps for _, _, warps in parts])
+    return rings
+
+
+@cute.jit
+def _init(tid, rings, warps):
+    """Initialise the mbarriers, and let the block see them."""
+    if tid == 0:
+        for ring, count in zip(rings, warps, strict=True):
+            for i in cutlass.range_constexpr(ring.stages):
+                cute.arch.mbarrier_init(ring.full + i, 1)
+                cute.arch.mbarrier_init(ring.empty + i, count)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def take_ticket(counter):
+    """The next number of a counter in global memory, the same for the whole warp."""
+    ticket = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        ticket = cute.arch.atomic_add(counter.iterator, Int32(1))
+    return cute.arch.shuffle_sync(ticket, 0)
+
+
+@cute.jit
+def hand_over(items, slot, values):
+    """One thread tells the consumers what to work on; (-1,) ends it."""
+    if cute.arch.lane_idx() == 0:
+        for i in cutlass.range_constexpr(len(values)):
+            items.tiles[i, slot] = values[i]
+        cute.arch.mbarrier_arrive(items.full + slot)
 
 
 @cute.jit
