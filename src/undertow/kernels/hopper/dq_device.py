@@ -226,7 +226,7 @@ class DqBackward:
     def _item(self, sources, work, ticket):
         """Decode a ticket, see `__call__` for the order."""
         table, heads = sources.table, sources.q.tensor.shape[2]
-        s, m, head, tiles = draw(table, work, ticket, heads)
+        s, m, head, tiles, _ = draw(table, work, ticket, heads)
         m = tiles - 1 - m
         len_q, len_k, shift = table[3, s], table[4, s], table[8, s]
         n_lo, n_hi = self._key_tiles(m * ROWS, ROWS, len_q, len_k, shift, work)

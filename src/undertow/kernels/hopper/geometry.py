@@ -11,6 +11,8 @@ from ...problem import Problem
 SHARED_BYTES = 227 * 1024
 REGISTERS = 208
 """What accumulators and operands may take of a consumer thread's 240 registers."""
+STAGES = ((3, 3), (3, 2), (2, 2), (2, 1))
+"""Depths of the rings of Q and dO, the best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,10 @@ class Geometry:
         return 2 * (own + rings) + 4 * self.tile_q * (self.dq * self.d_qk + 2 * self.q_stages) + 512
 
     @property
-    def feasible(self) -> bool:
-        """Whether registers and shared memory hold every kernel of the plan."""
-        mains = [g for kind, g in launches(self) if kind == "main"]
-        return all(g.registers <= REGISTERS and g.shared_bytes <= SHARED_BYTES for g in mains)
+    def deepest(self) -> Geometry | None:
+        """This with the deepest rings that shared memory holds; None where registers or shared memory hold none."""
+        deep = (replace(self, q_stages=q, do_stages=do) for q, do in STAGES)
+        return next((g for g in deep if g.shared_bytes <= SHARED_BYTES and g.registers <= REGISTERS), None)
 
 
 @lru_cache(maxsize=1024)
@@ -95,8 +97,8 @@ def choose(head_dim_qk: int, head_dim_v: int, dtype: str = "bf16", *, dq: bool =
     """
     wide = Geometry(head_dim_qk, head_dim_v, dtype, 128, dq=dq)
     narrow = Geometry(head_dim_qk, head_dim_v, dtype, 64, dq=dq)
-    apart = () if dq else (replace(narrow, dv=False), replace(narrow, dv=False, do_stages=1))
-    return next((g for g in (wide, narrow, replace(narrow, do_stages=1), *apart) if g.feasible), None)
+    apart = () if dq else (replace(narrow, dv=False),)
+    return next((g for tile in (wide, narrow, *apart) if (g := tile.deepest)), None)
 
 
 def launches(geometry: Geometry) -> tuple[tuple[str, Geometry], ...]:
@@ -105,8 +107,7 @@ def launches(geometry: Geometry) -> tuple[tuple[str, Geometry], ...]:
         return (("main", geometry),)
     if geometry.dk and geometry.dv:
         return ("main", geometry), ("dq", geometry)
-    only_dv = replace(geometry, dk=False, dv=True)
-    return ("main", replace(geometry, dv=False)), ("main", only_dv), ("dq", geometry)
+    return ("main", geometry), ("main", replace(geometry, dk=False, dv=True).deepest), ("dq", geometry)
 
 
 def query_tiles(problem: Problem, geometry: Geometry) -> int:

@@ -76,7 +76,8 @@ class Item(NamedTuple):
     """One key tile of one head.
 
     Tile, kv head, batch index, first key row, lengths, key rows up to the next segment, key on the diagonal of query 0,
-    query tiles [m_lo, m_hi) and the one to begin with, first query tile in memory, first query row.
+    query tiles [m_lo, m_hi), the one to begin with and the way from there, 1 or -1; first query tile in memory, first
+    query row.
     """
 
     n: Any
@@ -90,6 +91,7 @@ class Item(NamedTuple):
     m_lo: Any
     m_hi: Any
     m_first: Any
+    way: Any
     tile0: Any
     q0: Any
 
@@ -217,8 +219,9 @@ class Backward:
     def _produce(self, sources, shared, work):
         """Draw items, hand them to the consumers, and load their tiles: K, V, then Q with its statistics and dO.
 
-        Query tiles downward, the heads of a group innermost, so that the blocks of a head are at the same tile at a
-        time and dQ is added up in the L2 cache; under a window, from the same multiple of the window.
+        The heads of a group innermost, and query tiles so that the blocks of a head are at the same one at a time and dQ
+        is added up in the L2 cache: under a window downward, from the same multiple of the window; else downward in the
+        first round of the blocks and upward in the next, whose items are the shorter the later their blocks are free.
         """
         geo = self.geo
         heads = sources.stats.shape[0] // sources.k.tensor.shape[2]
@@ -261,7 +264,7 @@ class Backward:
                         h += 1
                         if h == heads:
                             h = Int32(0)
-                            m -= 1
+                            m += item.way
                             if m < item.m_lo:
                                 m = item.m_hi - 1
                 slot, slot_phase = following(slot, slot_phase, SLOTS)
@@ -270,7 +273,7 @@ class Backward:
     def _item(self, sources, work, ticket):
         """Decode a ticket, see `__call__` for the order."""
         geo, table, heads_kv = self.geo, sources.table, sources.k.tensor.shape[2]
-        s, n, head, tiles = draw(table, work, ticket, heads_kv)
+        s, n, head, tiles, inside = draw(table, work, ticket, heads_kv)
         if const_expr(geo.reverse):
             n = tiles - 1 - n
         len_q, len_k, shift = table[3, s], table[4, s], table[8, s]
@@ -287,8 +290,11 @@ class Backward:
             m_first = cutlass.max(m_lo - 1, m_first - period)
         if m_first < m_lo:
             m_first = m_hi - 1
-        places = (table[6, s], table[1, s])
-        return Item(n, head, table[0, s], table[2, s], len_q, len_k, table[5, s], shift, m_lo, m_hi, m_first, *places)
+        way = Int32(-1)
+        if (inside // cute.arch.grid_dim()[0] % 2 == 1) & (period >= m_hi):
+            m_first, way = m_lo, Int32(1)
+        rows = (len_q, len_k, table[5, s], shift)
+        return Item(n, head, table[0, s], table[2, s], *rows, m_lo, m_hi, m_first, way, table[6, s], table[1, s])
 
     # ---------------------------------------------------------------- consumers
 
@@ -373,8 +379,8 @@ class Backward:
                         tile += row_tiles
                         if h == heads:
                             h = Int32(0)
-                            m -= 1
-                            tile -= heads * row_tiles + 1
+                            m += item.way
+                            tile += item.way - heads * row_tiles
                             if m < item.m_lo:
                                 m = item.m_hi - 1
                                 tile += item.m_hi - item.m_lo

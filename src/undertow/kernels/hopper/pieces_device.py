@@ -122,7 +122,7 @@ def hand_over(items, slot, values):
 
 @cute.jit
 def draw(table, work, ticket, heads):
-    """(segment, tile, head, tiles of the segment) of a ticket.
+    """(segment, tile, head, tiles of the segment, place among those that run together) of a ticket.
 
     The order: of a segment (dense: of the batch) `together` columns at a time, and of those tile by tile.
     """
@@ -137,7 +137,7 @@ def draw(table, work, ticket, heads):
     inside = local - block * tiles * work.together
     tile = inside // width
     column = block * work.together + inside - tile * width
-    return s + column // heads, tile, column % heads, tiles
+    return s + column // heads, tile, column % heads, tiles, inside
 
 
 @cute.jit
