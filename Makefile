@@ -6,7 +6,7 @@ EXTRAS ?= dev,bench,amd,simulator,hopper
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRAS)
 
-.PHONY: demo test lint test-slow test-amd test-gpu measure-cpu verify-gpu sanitize support-table bench-tables clean
+.PHONY: demo test lint test-slow test-amd test-gpu measure-cpu verify-gpu sanitize counters support-table bench-tables clean
 
 demo: $(STAMP)
 	$(BIN)/undertow verify
@@ -47,6 +47,10 @@ sanitize: $(STAMP)
 	for tool in memcheck synccheck initcheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 	compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python tools/sanitize.py || exit 1; done
 	compute-sanitizer --tool racecheck $(BIN)/python tools/sanitize.py
+
+# Where the Hopper kernels' time goes at the bench's shapes, as a table (needs ncu).
+counters: $(STAMP)
+	$(BIN)/python tools/counters.py
 
 support-table: $(STAMP)
 	$(BIN)/python tools/support_table.py README.md

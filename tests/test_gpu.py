@@ -12,6 +12,7 @@ from undertow.dispatch import get
 from undertow.instruments import inputs
 from undertow.instruments.verify import verify
 from undertow.instruments.workloads import Workload, verify_workloads
+from undertow.kernels import hopper
 from undertow.kernels.hopper import host as hopper_host
 from undertow.kernels.triton import host
 from undertow.problem import Band, Problem
@@ -28,6 +29,12 @@ WORKLOADS = {w.name: w for w in verify_workloads(scale=8)}
 def kernel(request):
     """Every kernel of ours for this GPU, by name."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    """Hopper's fused kernel wherever there is one: calls as short as here would all take the plan apart."""
+    monkeypatch.setattr(hopper, "_better_apart", lambda problem, geometry: False)
 
 
 def able(problem, kernel):
@@ -82,6 +89,7 @@ FORMS = {
     "dense": lambda **d: Problem.dense(2, 300, 300, nheads_q=2, nheads_kv=2, band=CAUSAL, **d),
     "gqa-window": lambda **d: Problem.dense(1, 400, 400, nheads_q=4, nheads_kv=1, band=Band(100, 0), **d),
     "gaps": lambda **d: Problem.packed(*LENGTHS, nheads_q=4, nheads_kv=2, band=CAUSAL, **d),
+    "gqa-window-deterministic": lambda **d: FORMS["gqa-window"](deterministic=True, **d),
     "gaps-deterministic": lambda **d: FORMS["gaps"](deterministic=True, **d),
 }
 MORE = {

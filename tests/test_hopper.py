@@ -17,7 +17,7 @@ from support import CAUSAL, DEVICE, prove
 from undertow import dispatch
 from undertow.kernels import hopper
 from undertow.kernels.hopper import build
-from undertow.kernels.hopper.geometry import choose
+from undertow.kernels.hopper.geometry import REGISTERS, SHARED_BYTES, choose, launches
 from undertow.problem import Band, Problem
 from undertow.target import TARGETS
 
@@ -96,7 +96,9 @@ def test_every_claimed_geometry_fits():
     for qk in range(8, 257, 8):
         for v in range(8, 257, 8):
             for geometry in (choose(qk, v), choose(qk, v, dq=False)):
-                assert geometry is None or (geometry.feasible and geometry.d_qk >= qk and geometry.d_v >= v)
+                for kind, built in launches(geometry) if geometry else ():
+                    assert kind == "dq" or (built.registers <= REGISTERS and built.shared_bytes <= SHARED_BYTES)
+                    assert built.d_qk >= qk and built.d_v >= v
             assert choose(qk, v, dq=False) is not None
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...mask import k_range
 from ...problem import Problem
 from ...target import Target
 from ...workspace import Buffer, WorkspacePlan, dsink_rows_buffer
 from ..spec import Built, Config, Kernel, Limit, Tensors
 from .geometry import Geometry, choose, launches, query_tiles
 
-L2_BYTES = 24 << 20
-"""What the dQ tiles of the heads in flight may take, so that they are added up in the L2 cache (about half of it)."""
-SHORT = 1024
-"""Keys a segment, on average, below which dQ gets a kernel of its own."""
+ROUNDS = 2
+"""Tiles a block takes of the heads in flight together: in causal order the second completes what the first began."""
+FEW_KEYS = 1536
+"""Keys a query sees, below which dQ gets a kernel of its own."""
 
 
 def _geometry(problem: Problem) -> Geometry | None:
@@ -33,14 +34,15 @@ def _missing(problem: Problem) -> str:
 def _better_apart(problem: Problem, fused: Geometry) -> bool:
     """Whether two kernels of seven GEMMs beat one of five with an fp32 dQ, as timed on an H200 (docs/hopper.md).
 
-    Milliseconds fused : apart, 2026-11-29, torch 2.11.0+cu130. Groups of heads under a mask, whose dQ tiles leave the
-    L2 cache between two key tiles: S1g 3.31 : 3.22, S6 0.845 : 0.790 (not under none: S5 9.92 : 10.33). Short segments,
-    where zeroing and rounding dQ weigh most: X2 0.663 : 0.582. Columns of dQ that are only there to be halved: 112/112
-    1.42 : 1.30. Elsewhere fused: S1 2.99 : 3.19, S10 1.35 : 1.47, 96/96 1.08 : 1.12, 64/64 0.874 : 0.883.
+    Milliseconds fused : apart, 2026-11-30, torch 2.11.0+cu130, single calls with pauses between. Few keys a query,
+    where zeroing and rounding dQ weigh most: X2 0.662 : 0.550, S6 0.837 : 0.728, S2 1.209 : 1.135. Steps too short to
+    hide dQ's way out: 112/112 1.414 : 1.253, S5 9.83 : 9.67, S3 4.96 : 4.93. Elsewhere they are level, S1 3.078 :
+    3.081, S10 1.358 : 1.379, S4 0.882 : 0.859, S8 1.124 : 1.080, until the chip is at its power limit, where fewer
+    products win: back to back for a second, S1 3.52 : 3.65, S10 1.54 : 1.61, S4 0.897 : 0.931, S8 1.20 : 1.23.
     """
-    masked = problem.band.left is not None or problem.band.right is not None
-    short = problem.is_packed and problem.total_k < SHORT * problem.batch
-    return (problem.group > 1 and masked) or short or fused.d_qk - problem.head_dim_qk >= 16
+    sq, sk = problem.total_q // problem.batch, problem.total_k // problem.batch
+    lo, hi = k_range((sq // 2, sq // 2 + 1), sq, sk, problem.band)  # the middle query of a segment of mean lengths
+    return hi - lo < FEW_KEYS or (fused.tile_q == 64 and fused.d_qk + fused.d_v <= 256)
 
 
 LIMITS = (
@@ -59,11 +61,18 @@ LIMITS = (
 
 
 def config(problem: Problem, target: Target, which: str) -> Config:
-    """The geometry of the head dims, persistent blocks, and how many heads are in flight together."""
+    """The geometry of the head dims, persistent blocks, and how many heads are in flight together.
+
+    As few heads as keep all blocks busy: what they share, and dQ where it is summed in memory, stays in the L2 cache.
+    """
     geometry = _geometry(problem)
-    live = max(1, problem.max_seqlen_q * geometry.d_qk * 4 * problem.group)
-    together = max(1, L2_BYTES // live) if problem.group == 1 else problem.nheads_kv * problem.batch
-    switches = (("geometry", geometry), ("together", together), ("blocks", target.num_cus))
+    together, together_q = (
+        max(1, round(ROUNDS * target.num_cus * geometry.tile_kv / max(1, rows)))
+        for rows in (problem.max_seqlen_k, problem.max_seqlen_q)
+    )
+    switches = (
+        ("geometry", geometry), ("together", together), ("together_q", together_q), ("blocks", target.num_cus)
+    )  # fmt: skip
     return Config(geometry.tile_q, geometry.tile_kv, 12, geometry.q_stages, switches)
 
 

@@ -19,8 +19,9 @@ STAGES = ((3, 3), (3, 2), (2, 2), (2, 1))
 class Geometry:
     """One build: head dims, rows of a query and a key tile, and the depth of the rings in shared memory.
 
-    `early` k-blocks of the dK product run beside dQ's way out, the rest beside the next exponentials. `reverse`
-    takes the last key tiles first, a rung of the ladder.
+    `early` k-blocks of the dK product run beside dQ's way out, the rest beside the next exponentials. With `turning`,
+    every other round of blocks walks its query tiles upward; `reverse` takes the last key tiles first. These are rungs
+    of the ladder.
     `dq`, `dk` and `dv` say what the kernel computes, see `launches`.
     """
 
@@ -33,6 +34,7 @@ class Geometry:
     do_stages: int = 2
     early: int = 1
     reverse: bool = False
+    turning: bool = True
     dq: bool = True
     dk: bool = True
     dv: bool = True

@@ -40,7 +40,7 @@ def backward(problem: Problem, config: Config, tensors: Tensors, scratch: Tensor
 
 def _main(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> None:
     """The kernels of the plan, each with a counter of its own."""
-    geometry, together, sms = (config.switch(n) for n in ("geometry", "together", "blocks"))
+    geometry, sms = config.switch("geometry"), config.switch("blocks")
     inputs = [_tma(tensors[n], problem.layout) for n in ("q", "k", "v", "dout")]
     outputs = {n: _tma(tensors[n], problem.layout) for n in (("dk", "dv") if geometry.dq else ("dk", "dv", "dq"))}
     dq_acc = scratch["dq_acc"] if geometry.dq else scratch["stats"][:, :, 0]  # of which only the shape is read
@@ -50,6 +50,7 @@ def _main(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) 
         heads = problem.nheads_kv if of_keys else problem.nheads_q
         items = (key_tiles if of_keys else dq_tiles)(problem, built) * heads
         own = (dq_acc, outputs["dk"], outputs["dv"]) if of_keys else (outputs["dq"],)
+        together = config.switch("together" if of_keys else "together_q")
         lists = scratch["tables"][0 if of_keys else 1], scratch["counters"][i : i + 1]
         build.entry(built, kind)(
             *inputs, scratch["stats"], *own, *lists, heads * segments, min(heads * segments, together),

@@ -22,13 +22,15 @@ def ladder(problem: Problem, target: Target) -> tuple[tuple[str, str, Config], .
     fused, apart = choose(*dims), choose(*dims, dq=False)
     rungs = []
     if fused:
-        plain = replace(fused, early=fused.tile_q // 16, do_stages=1)
+        plain = replace(fused, early=fused.tile_q // 16, do_stages=1, turning=False)
+        ring = replace(plain, do_stages=fused.do_stages)
         rungs = [
             ("last first", "last key tiles first", replace(plain, reverse=True), ALL),
             ("plain", "all heads in flight, first key tiles first, the longest; one stage of dO", plain, ALL),
-            ("heads", "as many heads in flight as keep dQ in the L2 cache", plain, 0),
-            ("ring", "the tuned depth of the ring of dO", replace(plain, do_stages=fused.do_stages), 0),
-            ("early", "part of dK beside the next exponentials: the tuned kernel", fused, 0),
+            ("heads", "as few heads in flight as give every block two key tiles", plain, 0),
+            ("ring", "the tuned depth of the ring of dO", ring, 0),
+            ("early", "part of dK beside the next exponentials", replace(ring, early=fused.early), 0),
+            ("turning", "every other round of blocks walks upward: the tuned kernel", fused, 0),
         ]
     rungs.append(("apart", "dQ in a kernel of its own: no sums in memory, seven products for five", apart, 0))
     return tuple((name, about, _with(tuned, g, together)) for name, about, g, together in rungs if g)
@@ -51,5 +53,6 @@ def predicted_clocks(problem: Problem, config: Config, ghz: float, sms: int) -> 
     """Clocks a step by the model, from what the config keeps in flight of dQ."""
     geometry: Geometry = config.switch("geometry")
     heads = min(config.switch("together"), problem.nheads_kv * (1 if problem.is_packed else problem.batch))
-    live = heads * problem.group * problem.max_seqlen_q * geometry.d_qk * 4
+    rows = 2 * geometry.tile_q if geometry.turning else problem.max_seqlen_q  # a tile a round, upward and downward
+    live = heads * problem.group * rows * geometry.d_qk * 4
     return clocks(geometry, live=live, ghz=ghz, sms=sms)["step"]

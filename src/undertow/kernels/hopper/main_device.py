@@ -47,6 +47,7 @@ from .pieces_device import (
     operand_shape,
     own,
     part_a,
+    prefetch,
     ring_layout,
     row_of,
     store_rows,
@@ -219,9 +220,9 @@ class Backward:
     def _produce(self, sources, shared, work):
         """Draw items, hand them to the consumers, and load their tiles: K, V, then Q with its statistics and dO.
 
-        The heads of a group innermost, and query tiles so that the blocks of a head are at the same one at a time and dQ
-        is added up in the L2 cache: under a window downward, from the same multiple of the window; else downward in the
-        first round of the blocks and upward in the next, whose items are the shorter the later their blocks are free.
+        The heads of a group innermost, and query tiles so that the blocks of a head are at the same one at a time and
+        dQ is added up in the L2 cache: under a window downward, from the same multiple of the window; else downward in
+        the first round of the blocks and upward in the next, whose items are the shorter the later a block is free.
         """
         geo = self.geo
         heads = sources.stats.shape[0] // sources.k.tensor.shape[2]
@@ -255,6 +256,8 @@ class Backward:
                         load(sources.q, shared.q.tiles, stage, row, head, item.b, full)
                         stats = sources.stats[head, item.tile0 + m, None, None].iterator
                         bulk_load(shared.stats[None, None, stage].iterator, stats, geo.tile_q * 8, full)
+                        if const_expr(geo.do_stages == 1):
+                            prefetch(sources.do, shared.do.tiles, row, head, item.b)
                         full = shared.do.full + do_stage
                         cute.arch.mbarrier_wait(shared.do.empty + do_stage, do_phase ^ 1)
                         expect(full, geo.tile_q * geo.d_v * 2)
@@ -291,8 +294,9 @@ class Backward:
         if m_first < m_lo:
             m_first = m_hi - 1
         way = Int32(-1)
-        if (inside // cute.arch.grid_dim()[0] % 2 == 1) & (period >= m_hi):
-            m_first, way = m_lo, Int32(1)
+        if const_expr(geo.turning):
+            if (inside // cute.arch.grid_dim()[0] % 2 == 1) & (period >= m_hi):
+                m_first, way = m_lo, Int32(1)
         rows = (len_q, len_k, table[5, s], shift)
         return Item(n, head, table[0, s], table[2, s], *rows, m_lo, m_hi, m_first, way, table[6, s], table[1, s])
 

@@ -252,12 +252,25 @@ def arrive(bar):
 @cute.jit
 def load(source, s, stage, row, head, b, bar):
     """TMA: one stage of s from `row` on; what lies outside the tensor reads as zero."""
+    src, dst = places(source, s, row, head, b)
+    cute.copy(source.atom, src, dst[None, stage], tma_bar_ptr=bar)
+
+
+@cute.jit
+def prefetch(source, s, row, head, b):
+    """TMA: bring to the L2 cache what `load` will ask for, where shared memory has no room for it yet."""
+    src, _ = places(source, s, row, head, b)
+    cute.prefetch(source.atom, src)
+
+
+def places(source, s, row, head, b):
+    """Where a tile lies in memory and, for every stage, in shared memory, as TMA takes it."""
     rows, dim = cute.size(s, mode=[0]), cute.size(s, mode=[1])
     g = cute.local_tile(cute.domain_offset((row, 0), source.tensor[None, None, head, b]), (rows, dim), (0, 0))
     dst, src = cpasync.tma_partition(
         source.atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
     )
-    cute.copy(source.atom, src, dst[None, stage], tma_bar_ptr=bar)
+    return src, dst
 
 
 @cute.jit
