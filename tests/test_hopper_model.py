@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from undertow.instruments.ladder import launch_columns, launch_order, predicted_ratio
-from undertow.instruments.shapes import pick
+from undertow.instruments.shapes import bench_shapes, pick
 from undertow.kernels import hopper
 from undertow.kernels.hopper import model
 from undertow.kernels.hopper.geometry import choose, launches
 from undertow.kernels.hopper.ladder import ladder, objects, predicted_clocks
+from undertow.problem import Band
 from undertow.target import TARGETS
 
 H200 = TARGETS["sm_90"]
@@ -63,6 +64,16 @@ def test_every_plan_has_a_model(dims):
             found = model.clocks(geometry)
             useful = geometry.tile_q * geometry.tile_kv * 2 * (3 * dims[0] + 2 * dims[1]) / 4096
             assert found["step"] >= found["tensor"] >= useful
+
+
+def test_the_plan_follows_what_a_query_sees():
+    """Few keys, or steps too short to hide dQ's way out: two kernels. No dims of 256 have a fused one."""
+    problems = {w.name: w.problem for w in bench_shapes()}
+    fused = {name for name, p in problems.items() if hopper._geometry(p).dq}
+    assert fused == {"S1", "S1g", "S10", "S4", "S8", "d40", "d48", "d72", "d80"}
+    assert not any(hopper._geometry(replace(p, deterministic=True)).dq for p in problems.values())
+    assert not hopper._geometry(replace(problems["S1"], band=Band(1024, 0))).dq
+    assert hopper._geometry(replace(problems["S2"], batch=2, seqlens_q=None, seqlens_k=None)).dq
 
 
 def test_the_ladder_ends_at_what_dispatch_runs():
