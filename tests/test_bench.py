@@ -640,7 +640,19 @@ def test_clocks_of_a_step_come_from_time_clock_and_grid(monkeypatch, tmp_path):
     found = bench((TINY["gqa"],), (TILED,), device="cpu", pace=QUICK)
     record.save(found, record.provenance(found, "cpu"), tmp_path / "r.json", (step,))
     assert record.load_ladder(tmp_path / "r.json") == (step,)
-    assert plot.ladder_markdown((step,)).splitlines()[2].startswith("| one |")
+    assert plot.ladder_markdown((step,)).splitlines()[2].startswith("| torch_tiled | one |")
+
+
+def test_ladders_of_several_kernels_follow_one_another(monkeypatch):
+    """Each begins anew: its first rung has no ratio to the last rung of another kernel."""
+    base = TILED.config(TINY["gqa"].problem, TARGETS["cpu"], "backward")
+    rungs = lambda problem, target: (("one", "", base), ("two", "", base))
+    monkeypatch.setattr(runs, "LADDERS", {"torch_tiled": rungs})
+    monkeypatch.setattr(runs, "pick", lambda names: (TINY["gqa"],))
+    steps = runs._ladder(given(None, ladder="gqa", ladder_kernel="torch_tiled,torch_tiled"), QUICK)
+    assert [(s.kernel, s.name, s.ratio is None) for s in steps] == 2 * [
+        ("torch_tiled", "one", True), ("torch_tiled", "two", False),
+    ]  # fmt: skip
 
 
 def test_the_share_of_the_claimed_kernels():

@@ -20,7 +20,7 @@ from .workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A rung of the ladder: its row, how much faster than the rung before, and what the schedule model said of it.
+    """A rung of a kernel's ladder: its row, how much faster than the rung before, what the schedule model said of it.
 
     `clocks` of one SM a tile step: the time of the kernels that the rung claims, times `ghz`, the clock that a spin
     counted right behind a call, times the SMs, over the steps of the grid; `walls` is the kernel's own model of it.
@@ -34,6 +34,7 @@ class Step:
     ghz: float = 0.0
     clocks: float | None = None
     walls: float | None = None
+    kernel: str = ""
 
 
 def ladder(
@@ -61,7 +62,7 @@ def ladder(
         before = rows[i - 1] if i else None
         timed = before is not None and before.ms and row.ms
         predicted = predicted_ratio(workload.problem, steps[i - 1][2], config, shape.target) if i else None
-        step = Step(name, about, row, before.ms / row.ms if timed else None, predicted)
+        step = Step(name, about, row, before.ms / row.ms if timed else None, predicted, kernel=kernel.name)
         found.append(_counted(step, shape, variants[i], walls) if walls and row.ms else step)
     return tuple(found)
 

@@ -19,7 +19,7 @@ COLORS = {
     "flash_attn_4": "#4b0082", "aiter": "#00a3a3",
 }  # fmt: skip
 OTHER = "#444444"
-LADDER_COLUMNS = ("step", "about", "ms", "TFLOP/s", "ratio", "by schedule", "clk/step", "by the walls", "GHz")
+LADDER_COLUMNS = ("kernel", "step", "about", "ms", "TFLOP/s", "ratio", "by schedule", "clk/step", "by the walls", "GHz")
 MIB = 1 << 20
 
 
@@ -99,7 +99,7 @@ def ladder_table(steps: tuple[Step, ...]) -> Table:
 
     grid = Table(title="ladder, each step against the one before", title_justify="left")
     for name in LADDER_COLUMNS:
-        grid.add_column(name, justify="left" if name in ("step", "about") else "right")
+        grid.add_column(name, justify="left" if name in ("kernel", "step", "about") else "right")
     for step in steps:
         grid.add_row(*_ladder_cells(step))
     return grid
@@ -107,7 +107,7 @@ def ladder_table(steps: tuple[Step, ...]) -> Table:
 
 def ladder_markdown(steps: tuple[Step, ...]) -> str:
     """The ladder as a Markdown table."""
-    lines = [f"| {' | '.join(LADDER_COLUMNS)} |", "|---|---|" + "---:|" * (len(LADDER_COLUMNS) - 2)]
+    lines = [f"| {' | '.join(LADDER_COLUMNS)} |", "|---|---|---|" + "---:|" * (len(LADDER_COLUMNS) - 3)]
     return "\n".join([*lines, *(f"| {' | '.join(_ladder_cells(step))} |" for step in steps)]) + "\n"
 
 
@@ -115,7 +115,7 @@ def _ladder_cells(step: Step) -> tuple[str, ...]:
     row = step.row
     speed = (f"{row.ms:.3f}", f"{row.tflops:.1f}") if row.status == "timed" else (row.status, row.reason[:60])
     counted = [f"{x:.0f}" if x else "" for x in (step.clocks, step.walls)] + [f"{step.ghz:.2f}" if step.ghz else ""]
-    return step.name, step.about, *speed, _ratio(step.ratio), _ratio(step.predicted), *counted
+    return step.kernel, step.name, step.about, *speed, _ratio(step.ratio), _ratio(step.predicted), *counted
 
 
 def plot(bench: Bench, path: Path | str, *, which: str = "backward", title: str = "", quote: bool = False) -> None:

@@ -38,7 +38,8 @@ class Run:
 
     A pass may name its shapes, "forward@S1+S2". `without` holds patterns of "kernel:shape" that are not to run. After
     `budget_s` seconds no further shape is begun. `resume` keeps the shapes of the record in `out`, and takes the one
-    that was running when it was cut off last. `ladder` is a shape, `ladder_kernel` one of LADDERS (empty: what fits).
+    that was running when it was cut off last. `ladder` is a shape, `ladder_kernel` names of LADDERS by comma
+    (empty: what fits).
     """
 
     shapes: tuple[str, ...]
@@ -169,12 +170,14 @@ def _kernels(given: Run) -> tuple[str, ...]:
 
 def _ladder(given: Run, pace: Pace) -> tuple[Step, ...]:
     (workload,), target = pick((given.ladder,)), detect()
-    name = given.ladder_kernel or _fitting(workload, target)
-    if name not in LADDERS:
-        raise ValueError(f"ladder kernel is {name!r}, wanted one of {', '.join(LADDERS)}")
-    (kernel,) = named_kernels((name,))
-    walls = predicted_clocks if kernel is hopper.KERNEL else None
-    return ladder(workload, kernel, LADDERS[name](workload.problem, target), pace=pace, walls=walls)
+    names = (given.ladder_kernel or _fitting(workload, target)).split(",")
+    if wrong := [name for name in names if name not in LADDERS]:
+        raise ValueError(f"ladder kernel is {wrong[0]!r}, wanted one of {', '.join(LADDERS)}")
+    steps: tuple[Step, ...] = ()
+    for kernel in named_kernels(tuple(names)):
+        walls = predicted_clocks if kernel is hopper.KERNEL else None
+        steps += ladder(workload, kernel, LADDERS[kernel.name](workload.problem, target), pace=pace, walls=walls)
+    return steps
 
 
 def _fitting(workload: Workload, target: Target) -> str:
