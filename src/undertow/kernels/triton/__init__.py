@@ -24,6 +24,8 @@ from .configs import (
 ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "cpu"})
 
 OWNS = (("dkdv", "k"), ("dq", "q"))
+ROW_PAD = 128
+"""Rows of the largest tile: chunks_device has it too."""
 DESCRIPTOR_BYTES = 512
 """TMA descriptors of one program: two tensors of at most two chunks, 128 bytes each."""
 
@@ -48,28 +50,43 @@ LIMITS = (
 
 def config(problem: Problem, target: Target, which: str) -> Config:
     """The tiles of every stage and the plan, as switches of one Config."""
-    stages = tuple((stage, stage_config(problem, target, stage)) for stage in STAGES)
-    return Config(switches=(*stages, ("fused", fused(problem, target))))
+    stages = {stage: stage_config(problem, target, stage) for stage in STAGES}
+    if stages["dq"].block_m % stages["dkdv"].block_m:  # dkdv reads row values by whole tiles that dq wrote
+        stages["dkdv"] = SMALLEST
+    return Config(switches=(*stages.items(), ("fused", fused(problem, target))))
 
 
 def plan_workspace(problem: Problem, config: Config) -> WorkspacePlan:
     """delta; the fused plan also the packed fp32 dq_acc; a sink also its rows. The two-kernel plan owns its dq rows."""
-    buffers = [delta_buffer(problem, written_by="delta", read_by="dkdv, dq")]
-    if config.switch("fused"):
+    one = config.switch("fused")
+    buffers = [delta_buffer(problem, written_by="delta" if one else "dq", read_by="dkdv")]
+    if one:
         buffers.append(dq_acc_buffer(problem, zeroed=True, written_by="dkdv", read_by="round_dq"))
+    else:
+        buffers.append(_row_values(problem))
     for name, side in OWNS:
         count = entries(problem, config.switch(name), side)
-        if count and (side == "k" or not config.switch("fused")):
+        if count and (side == "k" or not one):
             users = {"written_by": "list_tiles", "read_by": name}
             buffers.append(Buffer(f"tiles_{side}", "ct", (2, count), "i32", zeroed=False, **users))
     if problem.has_sink:
-        buffers.append(dsink_rows_buffer(problem, written_by="delta", read_by="sum"))
+        buffers.append(dsink_rows_buffer(problem, written_by="delta" if one else "dq", read_by="sum"))
     counts = [programs(problem, s, side) for name, side in OWNS if (s := config.switch(name)).switch("tma")]
     if counts:
         shape = (max(counts), DESCRIPTOR_BYTES // 4)
         users = {"written_by": "dkdv, dq", "read_by": "dkdv, dq"}
         buffers.append(Buffer("descriptors", "pd", shape, "i32", zeroed=False, **users))
     return WorkspacePlan(tuple(buffers))
+
+
+def _row_values(problem: Problem) -> Buffer:
+    """LSE in log2 units and D, two planes in LSE's layout with room for whole tiles of every segment."""
+    users = {"written_by": "dq", "read_by": "dkdv"}
+    if problem.is_packed:
+        shape = (2, problem.nheads_q, -(-problem.total_q // ROW_PAD) * ROW_PAD + problem.batch * ROW_PAD)
+        return Buffer("row_values", "rhs", shape, "fp32", zeroed=False, **users)
+    shape = (2, problem.batch, problem.nheads_q, -(-problem.max_seqlen_q // ROW_PAD) * ROW_PAD)
+    return Buffer("row_values", "rbhs", shape, "fp32", zeroed=False, **users)
 
 
 def _forward(problem: Problem, config: Config, tensors: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""Backward: one fused KV-outer kernel (five GEMMs, dQ accumulated), and the deterministic plan's dQ-only kernel."""
+"""Backward: a KV-outer kernel of dK and dV, of dQ too when fused (five GEMMs), and the two-kernel plan's dQ kernel."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,8 @@ from .chunks_device import (
     load_rows,
     load_tile,
     locate,
-    open_rows,
+    open_heads,
+    padded_start,
     read_tile,
     row_ptr,
     rows_that_see,
@@ -26,22 +27,36 @@ from .chunks_device import (
     zero_gap,
     zero_tile,
 )  # fmt: skip
+from .preprocess_device import row_deltas
+
+FLAT, ONE_SWEEP, APART = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+"""Bits of LOOPS: one loop over the tiles of all heads of a group; one loop that masks all; dv in a pass of its own."""
 
 
 @triton.jit
-def grad_scores(a, b, c, d, lse, delta, keep, scale, softcap, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """(p, ds) of a tile, fp32, for (a, b, c, d) = (q, k, do, v): [M, N], or for (k, q, v, do): both transposed, [N, M].
+def probabilities(a, b, lse2, keep, scale, softcap):
+    """(p, slope of the softcap) of a tile, fp32, for (a, b) = (q, k): [M, N], or (k, q): transposed, [N, M].
 
-    lse and delta broadcast over the tile; ds is without the softmax scale.
+    lse2, LSE times log2(e), broadcasts over the tile.
     """
     # 1 S = Q K^T
-    s, slope = capped(dot_nt(a, b, PRECISION), scale, softcap)
+    s, slope = capped(dot_nt(a, b), scale, softcap)
     # 2 P = exp(S - LSE)
-    p = tl.exp2(s - lse * LOG2E)
-    if MASKED:
+    p = tl.exp2(s - lse2)
+    if keep is not None:
         p = tl.where(keep, p, 0.0)
+    return p, slope
+
+
+@triton.jit
+def grad_scores(a, b, c, d, lse2, delta, keep, scale, softcap):
+    """(p, ds) of a tile, fp32, for (a, b, c, d) = (q, k, do, v): [M, N], or for (k, q, v, do): both transposed, [N, M].
+
+    lse2 and delta broadcast over the tile; ds is without the softmax scale.
+    """
+    p, slope = probabilities(a, b, lse2, keep, scale, softcap)
     # 3 dP = dO V^T
-    dp = dot_nt(c, d, PRECISION)
+    dp = dot_nt(c, d)
     # 4 dS = P (dP - D)
     ds = p * (dp - delta)
     if softcap is not None:
@@ -50,50 +65,107 @@ def grad_scores(a, b, c, d, lse, delta, keep, scale, softcap, MASKED: tl.constex
 
 
 @triton.jit
-def sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, lse, delta, dq_acc, place, bounds, keys, mask, scale,
-               softcap, BLOCK_M: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr,
-               QK_LO: tl.constexpr, QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr,
-               V_HI: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Fold the query tiles of [i_first, i_last) into (dk, dv), and add their dq to dq_acc where there is one."""
+def read_row_values(lse, delta, row_values, b, h, start_q, i0, r, live_i):
+    """(LSE in log2 units, delta) of a tile's rows; those of row_values are whole tiles, whose dead rows have P = 0."""
+    if row_values is None:
+        lse2_i = load_rows(lse, row_ptr(lse, b, h, start_q), i0 + r, live_i) * LOG2E
+        delta_i = load_rows(delta, row_ptr(delta, b, h, start_q), i0 + r, live_i)
+    else:
+        lse2, delta2, start = row_values
+        i0 = tl.multiple_of(i0, r.shape[0])
+        lse2_i = load_rows(lse2, row_ptr(lse2, b, h, start + i0), r, None)
+        delta_i = load_rows(delta2, row_ptr(delta2, b, h, start + i0), r, None)
+    return lse2_i, delta_i
+
+
+@triton.jit
+def sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, values, dq_acc, place, bounds, keys, mask, scale,
+               softcap, HEADS: tl.constexpr, OF: tl.constexpr, BLOCK_M: tl.constexpr, TMA: tl.constexpr,
+               MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
+               HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr):  # fmt: skip
+    """Fold the query tiles of [i_first, i_last) of HEADS heads from h0 + g into (dk, dv), or the one that OF names.
+
+    One loop runs over the tiles of all heads, so that it fills its pipeline once. Adds dq to dq_acc where there is one.
+    """
     dk_acc, dv_acc = grads
     i_first, i_last, i_end = bounds
-    b, h, start_q = place
+    b, h0, g, start_q, i_seen = place
     j, live_j = keys
     shift, window = mask
-    lse_ptr, delta_ptr = row_ptr(lse, b, h, start_q), row_ptr(delta, b, h, start_q)
+    lse, delta, row_values = values
     r = tl.arange(0, BLOCK_M)
-    for i0 in range(i_first, i_last, BLOCK_M):
+    live_j = live_j[:, None] if row_values is None else None  # without dq, the sums of dead keys go nowhere
+    i0 = i_first
+    for _ in range(0, tl.cdiv(tl.maximum(i_last - i_first, 0), BLOCK_M) * HEADS):
         live_i, keep = None, None
         if MASKED:
-            live_i = i0 + r < i_end  # [M]
-            keep = visible(live_i[None, :] & live_j[:, None], (i0 + r)[None, :], j[:, None], shift, window)  # [N, M]
-        q_tile = read_tile(q, q_rows, i0, r, live_i, HEAD_DIM_QK, QK_LO, QK_HI, TMA)  # [M, DQK]
-        do_tile = read_tile(dout, do_rows, i0, r, live_i, HEAD_DIM_V, V_LO, V_HI, TMA)  # [M, DV]
-        lse_i = load_rows(lse, lse_ptr, i0 + r, live_i)  # [M]
-        delta_i = load_rows(delta, delta_ptr, i0 + r, live_i)  # [M]
-        p_t, ds_t = grad_scores(k_tile, q_tile, v_tile, do_tile, lse_i[None, :], delta_i[None, :], keep, scale, softcap,
-                                MASKED, PRECISION)  # fmt: skip
-        # 5 dV += P^T dO
-        dv_acc = dot_add(dv_acc, p_t.to(do_tile[0].dtype), do_tile, PRECISION)  # [N, DV]
-        ds_t = ds_t.to(q_tile[0].dtype)
-        # 6 dK += dS^T Q
-        dk_acc = dot_add(dk_acc, ds_t, q_tile, PRECISION)  # [N, DQK]
-        # 7 dQ += dS K
-        if dq_acc is not None:
-            dq_tile = dot_add(zero_tile(BLOCK_M, QK_LO, QK_HI), tl.trans(ds_t), k_tile, PRECISION)  # [M, DQK]
-            add_tile(dq_acc, row_ptr(dq_acc, b, h, start_q + i0), r, live_i, dq_tile, HEAD_DIM_QK, QK_LO)
+            live_i = (i0 + r < i_end) & (i0 + r >= i_seen)  # [M]
+            keep = visible(live_j, (i0 + r)[None, :], j[:, None], shift, window)  # [N, M]
+        q_tile = read_tile(q, q_rows, g, i0 - i_seen, r, live_i, HEAD_DIM_QK, QK_LO, QK_HI, TMA)  # [M, DQK]
+        do_tile = read_tile(dout, do_rows, g, i0 - i_seen, r, live_i, HEAD_DIM_V, V_LO, V_HI, TMA)  # [M, DV]
+        lse2_i, delta_i = read_row_values(lse, delta, row_values, b, h0 + g, start_q, i0, r, live_i)  # [M]
+        if OF != "dv":
+            p_t, ds_t = grad_scores(
+                k_tile, q_tile, v_tile, do_tile, lse2_i[None, :], delta_i[None, :], keep, scale, softcap
+            )
+        else:
+            p_t, _ = probabilities(k_tile, q_tile, lse2_i[None, :], keep, scale, softcap)
+        if OF != "dk":
+            # 5 dV += P^T dO
+            dv_acc = dot_add(dv_acc, p_t.to(do_tile[0].dtype), do_tile)  # [N, DV]
+        if OF != "dv":
+            ds_t = ds_t.to(q_tile[0].dtype)
+            # 6 dK += dS^T Q
+            dk_acc = dot_add(dk_acc, ds_t, q_tile)  # [N, DQK]
+            # 7 dQ += dS K
+            if dq_acc is not None:
+                dq_tile = dot_add(zero_tile(BLOCK_M, QK_LO, QK_HI), tl.trans(ds_t), k_tile)  # [M, DQK]
+                add_tile(dq_acc, row_ptr(dq_acc, b, h0 + g, start_q + i0), r, live_i, dq_tile, HEAD_DIM_QK, QK_LO)
+        i0 += BLOCK_M
+        if HEADS > 1:
+            last = i0 >= i_last
+            g, i0 = tl.where(last, g + 1, g), tl.where(last, i_first, i0)
     return dk_acc, dv_acc
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, window, scale, softcap, blocks,
-                GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def sweep_group(k_tile, v_tile, q, dout, q_rows, do_rows, values, dq_acc, place, rows, keys, mask, scale, softcap,
+                GROUP: tl.constexpr, LOOPS: tl.constexpr, OF: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr, TMA: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
+                QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr):  # fmt: skip
+    """(dk, dv) of a key tile over the query rows of a group: masked rows, rows that see every key, masked rows."""
+    # whole tiles of TMA rows and row values need no mask at the end of a segment
+    THREE: tl.constexpr = mask[1].left is not None or values[2] is None or not TMA
+    HEADS: tl.constexpr = GROUP if FLAT & LOOPS else 1
+    lo, head, tail, hi = rows
+    b, h0, start_q, i_seen = place
+    grads = (zero_tile(BLOCK_N, QK_LO, QK_HI), zero_tile(BLOCK_N, V_LO, V_HI))
+    for g in range(0, GROUP, HEADS):
+        at = (b, h0, g, start_q, i_seen)
+        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, values, dq_acc, at, (lo, head, hi), keys,
+                           mask, scale, softcap, HEADS, OF, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V,
+                           V_LO, V_HI)  # fmt: skip
+        if not ONE_SWEEP & LOOPS:
+            grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, values, dq_acc, at, (head, tail, hi),
+                               keys, mask, scale, softcap, HEADS, OF, BLOCK_M, TMA, False, HEAD_DIM_QK, QK_LO, QK_HI,
+                               HEAD_DIM_V, V_LO, V_HI)  # fmt: skip
+        if not ONE_SWEEP & LOOPS and THREE:
+            grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, values, dq_acc, at, (tail, hi, hi),
+                               keys, mask, scale, softcap, HEADS, OF, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI,
+                               HEAD_DIM_V, V_LO, V_HI)  # fmt: skip
+    return grads
+
+
+@triton.jit
+def dkdv_kernel(q, k, v, dout, lse, delta, row_values, dq_acc, dk, dv, seqs_q, seqs_k, window, scale, softcap, blocks,
+                GROUP: tl.constexpr, LOOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
                 HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-                TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+                TOP_LEFT: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dk, dv of one key tile, summed over the query heads of its group; with dq_acc also its share of dq.
 
-    lse is natural log with the scale folded in; delta is rowsum(dout * out) - dlse.
+    lse is natural log with the scale folded in; delta is rowsum(dout * out) - dlse; row_values, if not None, has both
+    by whole tiles, from dq_kernel.
 
     Grid: see Blocks, key tiles * nheads_kv * batch. Writes every row of dk and dv once, rows of gaps as 0; adds
     to dq_acc (fp32, zero before; without the scale), if not None.
@@ -114,38 +186,47 @@ def dkdv_kernel(q, k, v, dout, lse, delta, dq_acc, dk, dv, seqs_q, seqs_k, windo
     j = j0 + r  # [N]
     live_j = j < seqlen_k
     row = start_k + j0
-    k_tile = load_tile(k, row_ptr(k, b, h_kv, row), r, live_j, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
-    v_tile = load_tile(v, row_ptr(v, b, h_kv, row), r, live_j, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
     shift = diagonal(seqlen_q, seqlen_k, TOP_LEFT)
     lo, hi, full_lo, full_hi = rows_that_see(j0, tl.minimum(j0 + BLOCK_N, seqlen_k), seqlen_q, shift, window)
-    full_hi = tl.where(j0 + BLOCK_N <= seqlen_k, full_hi, 0)  # a key tile with a tail is masked everywhere
+    if dq_acc is not None:
+        full_hi = tl.where(j0 + BLOCK_N <= seqlen_k, full_hi, 0)  # dq wants the P of dead keys masked
+    i_seen = start_q * 0
+    if row_values is not None:
+        row_values = (row_values[0], row_values[1], padded_start(seqs_q, b, start_q))
+        lo = lo // BLOCK_M * BLOCK_M
+        if window.right is not None:
+            i_seen = tl.maximum(-shift - window.right, 0)  # no row before it sees a key, nor is any loaded
     head = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), BLOCK_M) * BLOCK_M, hi)
     tail = head + tl.maximum(full_hi - head, 0) // BLOCK_M * BLOCK_M
-    grads = (zero_tile(BLOCK_N, QK_LO, QK_HI), zero_tile(BLOCK_N, V_LO, V_HI))
-    for g in range(GROUP):
-        h = h_kv * GROUP + g
-        q_rows = open_rows(q, b, h, start_q, hi, BLOCK_M, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
-        do_rows = open_rows(dout, b, h, start_q, hi, BLOCK_M, HEAD_DIM_V, V_LO, V_HI, TMA)
-        place = (b, h, start_q)
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, lse, delta, dq_acc, place, (lo, head, hi),
-                           (j, live_j), (shift, window), scale, softcap, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO,
-                           QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, lse, delta, dq_acc, place, (head, tail, hi),
-                           (j, live_j), (shift, window), scale, softcap, BLOCK_M, TMA, False, HEAD_DIM_QK, QK_LO,
-                           QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
-        grads = sweep_rows(grads, k_tile, v_tile, q, dout, q_rows, do_rows, lse, delta, dq_acc, place, (tail, hi, hi),
-                           (j, live_j), (shift, window), scale, softcap, BLOCK_M, TMA, True, HEAD_DIM_QK, QK_LO,
-                           QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
-    dk_acc, dv_acc = grads
+    if ONE_SWEEP & LOOPS:
+        head, tail = hi, hi
+    if row_values is not None and TMA and window.left is None:
+        tail = hi
+    h0 = h_kv * GROUP
+    q_rows = open_heads(q, b, h0, GROUP, start_q + i_seen, hi - i_seen, BLOCK_M, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
+    do_rows = open_heads(dout, b, h0, GROUP, start_q + i_seen, hi - i_seen, BLOCK_M, HEAD_DIM_V, V_LO, V_HI, TMA)
+    values = (lse, delta, row_values)
+    place, rows, keys, mask = (b, h0, start_q, i_seen), (lo, head, tail, hi), (j, live_j), (shift, window)
+    k_tile = load_tile(k, row_ptr(k, b, h_kv, row), r, live_j, HEAD_DIM_QK, QK_LO, QK_HI)  # [N, DQK]
+    if APART & LOOPS:  # two GEMMs, then three: registers do not hold both sums of wide heads
+        _, dv_acc = sweep_group(k_tile, None, q, dout, q_rows, do_rows, values, dq_acc, place, rows, keys, mask, scale,
+                                softcap, GROUP, LOOPS, "dv", BLOCK_M, BLOCK_N, TMA, HEAD_DIM_QK, QK_LO, QK_HI,
+                                HEAD_DIM_V, V_LO, V_HI)  # fmt: skip
+        store_tile(dv, row_ptr(dv, b, h_kv, row), r, live_j, dv_acc, HEAD_DIM_V, V_LO)
+    v_tile = load_tile(v, row_ptr(v, b, h_kv, row), r, live_j, HEAD_DIM_V, V_LO, V_HI)  # [N, DV]
+    dk_acc, dv_acc = sweep_group(k_tile, v_tile, q, dout, q_rows, do_rows, values, dq_acc, place, rows, keys, mask,
+                                 scale, softcap, GROUP, LOOPS, "dk" if APART & LOOPS else "dkdv", BLOCK_M, BLOCK_N, TMA,
+                                 HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI)  # fmt: skip
     store_tile(dk, row_ptr(dk, b, h_kv, row), r, live_j, scaled(dk_acc, scale), HEAD_DIM_QK, QK_LO)
-    store_tile(dv, row_ptr(dv, b, h_kv, row), r, live_j, dv_acc, HEAD_DIM_V, V_LO)
+    if not APART & LOOPS:
+        store_tile(dv, row_ptr(dv, b, h_kv, row), r, live_j, dv_acc, HEAD_DIM_V, V_LO)
 
 
 @triton.jit
-def sweep_keys_dq(dq_acc, q_tile, do_tile, lse_i, delta_i, k, v, k_rows, v_rows, bounds, i, live_i, shift, window,
-                  scale, softcap, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-                  HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-                  V_LO: tl.constexpr, V_HI: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def sweep_keys_dq(dq_acc, q_tile, do_tile, lse2_i, delta_i, k, v, k_rows, v_rows, bounds, i, shift, window, scale,
+                  softcap, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr,
+                  QK_LO: tl.constexpr, QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr,
+                  V_HI: tl.constexpr):  # fmt: skip
     """Fold the key tiles of [j_first, j_last) into dq (without the scale)."""
     j_first, j_last, j_end = bounds
     r = tl.arange(0, BLOCK_N)
@@ -153,25 +234,26 @@ def sweep_keys_dq(dq_acc, q_tile, do_tile, lse_i, delta_i, k, v, k_rows, v_rows,
         live_j, keep = None, None
         if MASKED:
             live_j = j0 + r < j_end  # [N]
-            keep = visible(live_i[:, None] & live_j[None, :], i[:, None], (j0 + r)[None, :], shift, window)  # [M, N]
-        k_tile = read_tile(k, k_rows, j0, r, live_j, HEAD_DIM_QK, QK_LO, QK_HI, TMA)  # [N, DQK]
-        v_tile = read_tile(v, v_rows, j0, r, live_j, HEAD_DIM_V, V_LO, V_HI, TMA)  # [N, DV]
-        _, ds = grad_scores(q_tile, k_tile, do_tile, v_tile, lse_i[:, None], delta_i[:, None], keep, scale, softcap,
-                            MASKED, PRECISION)  # fmt: skip
+            keep = visible(live_j[None, :], i[:, None], (j0 + r)[None, :], shift, window)  # [M, N]
+        k_tile = read_tile(k, k_rows, 0, j0, r, live_j, HEAD_DIM_QK, QK_LO, QK_HI, TMA)  # [N, DQK]
+        v_tile = read_tile(v, v_rows, 0, j0, r, live_j, HEAD_DIM_V, V_LO, V_HI, TMA)  # [N, DV]
+        _, ds = grad_scores(q_tile, k_tile, do_tile, v_tile, lse2_i[:, None], delta_i[:, None], keep, scale, softcap)
         # 7 dQ += dS K
-        dq_acc = dot_add(dq_acc, ds.to(k_tile[0].dtype), k_tile, PRECISION)  # [M, DQK]
+        dq_acc = dot_add(dq_acc, ds.to(k_tile[0].dtype), k_tile)  # [M, DQK]
     return dq_acc
 
 
 @triton.jit
-def dq_kernel(q, k, v, dout, lse, delta, dq, seqs_q, seqs_k, window, scale, softcap, blocks,
-              GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def dq_kernel(q, k, v, out, dout, lse, deltas, row_values, dq, seqs_q, seqs_k, window, scale, softcap, blocks,
+              GROUP: tl.constexpr, LOOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
               HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
               HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-              TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+              TOP_LEFT: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dq of one query tile, owned by this program: no accumulator in memory, bitwise reproducible.
 
-    Grid: see Blocks, query tiles * nheads_q * batch. Writes every row of dq once, rows of gaps as 0.
+    Grid: see Blocks, query tiles * nheads_q * batch. Writes every row of dq once, rows of gaps as 0; delta and
+    dsink_rows as row_deltas does; and row_values, (LSE * log2(e), delta) by whole tiles, fp32, for dkdv_kernel: inf and
+    0 where a row is dead or sees no key.
     """
     m_block, h, b, m_blocks = locate(blocks)
     if b < 0:
@@ -195,20 +277,29 @@ def dq_kernel(q, k, v, dout, lse, delta, dq, seqs_q, seqs_k, window, scale, soft
     q_tile = load_tile(q, row_ptr(q, b, h, row), r, sees, HEAD_DIM_QK, QK_LO, QK_HI)  # [M, DQK]
     do_tile = load_tile(dout, row_ptr(dout, b, h, row), r, sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
     lse_i = load_rows(lse, row_ptr(lse, b, h, row), r, sees)  # [M]
-    delta_i = load_rows(delta, row_ptr(delta, b, h, row), r, sees)  # [M]
+    delta_i = row_deltas(out, do_tile, lse, deltas, b, h, row, r, live_i, sees, HEAD_DIM_V, V_LO, V_HI)  # [M]
+    lse2_i = lse_i * LOG2E
+    lse2, delta2 = row_values
+    whole = padded_start(seqs_q, b, start_q) + i0
+    tl.store(row_ptr(lse2, b, h, whole) + r, tl.where(sees, lse2_i, float("inf")))
+    tl.store(row_ptr(delta2, b, h, whole) + r, tl.where(sees, delta_i, 0.0))
     lo, hi, full_lo, full_hi = keys_seen(i0, tl.minimum(i0 + BLOCK_M, seqlen_q), seqlen_k, shift, window)
     head = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), BLOCK_N) * BLOCK_N, hi)
     tail = head + tl.maximum(full_hi - head, 0) // BLOCK_N * BLOCK_N
+    if ONE_SWEEP & LOOPS:
+        tail = lo
     acc = zero_tile(BLOCK_M, QK_LO, QK_HI)
-    k_rows = open_rows(k, b, h // GROUP, start_k, hi, BLOCK_N, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
-    v_rows = open_rows(v, b, h // GROUP, start_k, hi, BLOCK_N, HEAD_DIM_V, V_LO, V_HI, TMA)
-    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, k_rows, v_rows, (lo, head, hi), i, sees, shift,
+    k_rows = open_heads(k, b, h // GROUP, 1, start_k, hi, BLOCK_N, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
+    v_rows = open_heads(v, b, h // GROUP, 1, start_k, hi, BLOCK_N, HEAD_DIM_V, V_LO, V_HI, TMA)
+    if window.left is not None and not ONE_SWEEP & LOOPS:
+        acc = sweep_keys_dq(acc, q_tile, do_tile, lse2_i, delta_i, k, v, k_rows, v_rows, (lo, head, hi), i, shift,
+                            window, scale, softcap, BLOCK_N, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
+                            V_HI)  # fmt: skip
+    if not ONE_SWEEP & LOOPS:
+        acc = sweep_keys_dq(acc, q_tile, do_tile, lse2_i, delta_i, k, v, k_rows, v_rows, (head, tail, hi), i, shift,
+                            window, scale, softcap, BLOCK_N, TMA, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
+                            V_HI)  # fmt: skip
+    acc = sweep_keys_dq(acc, q_tile, do_tile, lse2_i, delta_i, k, v, k_rows, v_rows, (tail, hi, hi), i, shift,
                         window, scale, softcap, BLOCK_N, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
-                        V_HI, PRECISION)  # fmt: skip
-    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, k_rows, v_rows, (head, tail, hi), i, sees, shift,
-                        window, scale, softcap, BLOCK_N, TMA, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
-                        V_HI, PRECISION)  # fmt: skip
-    acc = sweep_keys_dq(acc, q_tile, do_tile, lse_i, delta_i, k, v, k_rows, v_rows, (tail, hi, hi), i, sees, shift,
-                        window, scale, softcap, BLOCK_N, TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO,
-                        V_HI, PRECISION)  # fmt: skip
+                        V_HI)  # fmt: skip
     store_tile(dq, row_ptr(dq, b, h, row), r, live_i, scaled(acc, scale), HEAD_DIM_QK, QK_LO)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+ROW_PAD = tl.constexpr(128)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -87,6 +88,15 @@ def segment(seqs, b, batch):
 
 
 @triton.jit
+def padded_start(seqs, b, start):
+    """Where segment b begins in a buffer of row values that has room for whole tiles of every segment."""
+    if seqs.cu_seqlens is None:
+        return b * 0
+    else:
+        return (start + b * ROW_PAD) // ROW_PAD * ROW_PAD
+
+
+@triton.jit
 def diagonal(seqlen_q, seqlen_k, TOP_LEFT: tl.constexpr):
     """The key on the diagonal of query 0."""
     if TOP_LEFT:
@@ -125,13 +135,22 @@ def keys_seen(i0, i1, seqlen_k, shift, window):
 
 @triton.jit
 def visible(live, i, j, shift, window):
-    """`live` and the band over a tile; i and j broadcast against one another."""
+    """`live` and the band over a tile, either may be None; i and j broadcast against one another."""
     keep = live
     if window.right is not None:
-        keep &= j - i - shift <= window.right
+        keep = both(keep, j - i - shift <= window.right)
     if window.left is not None:
-        keep &= j - i - shift >= -window.left
+        keep = both(keep, j - i - shift >= -window.left)
     return keep
+
+
+@triton.jit
+def both(a, b):
+    """`a & b`; `a` may be None, for all."""
+    if a is None:
+        return b
+    else:
+        return a & b
 
 
 @triton.jit
@@ -181,34 +200,39 @@ def load_tile(x, ptr, r, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.const
 
 
 @triton.jit
-def open_rows(x, b, h, start, rows, ROWS: tl.constexpr, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
-              TMA: tl.constexpr):  # fmt: skip
-    """Rows [start, start + rows) of batch b, head h, to be read a tile at a time: TMA descriptors, or a pointer.
+def open_heads(x, b, h, heads, start, rows, ROWS: tl.constexpr, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+               TMA: tl.constexpr):  # fmt: skip
+    """Rows [start, start + rows) of `heads` heads from h of batch b, to be read a tile at a time: TMA, or a pointer.
 
-    What lies outside reads as 0 through a descriptor; through a pointer the reader masks it.
+    What lies outside reads as 0 through a TMA descriptor; through a pointer the reader masks it.
     """
     base = row_ptr(x, b, h, start)
     if TMA:
         rows = tl.maximum(rows, 1)
-        lo = tl.make_tensor_descriptor(base, [rows, DIM], [x.stride_s, 1], [ROWS, LO])
+        lo = tl.make_tensor_descriptor(base, [heads, rows, DIM], [x.stride_h, x.stride_s, 1], [1, ROWS, LO])
         if HI == 0:
             return (lo,)
         else:
-            return (lo, tl.make_tensor_descriptor(base + LO, [rows, DIM - LO], [x.stride_s, 1], [ROWS, HI]))
+            hi = tl.make_tensor_descriptor(
+                base + LO, [heads, rows, DIM - LO], [x.stride_h, x.stride_s, 1], [1, ROWS, HI]
+            )
+            return (lo, hi)
     else:
         return (base,)
 
 
 @triton.jit
-def read_tile(x, source, first, r, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, TMA: tl.constexpr):
-    """The tile of rows first + r of an opened tensor, as chunks."""
+def read_tile(x, source, h, first, r, live, DIM: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, TMA: tl.constexpr):
+    """The tile of rows first + r of head h of opened heads, as chunks."""
     if TMA:
+        lo = tl.reshape(source[0].load([h, first, 0]), [r.shape[0], LO])  # [R, LO]
         if HI == 0:
-            return (source[0].load([first, 0]),)  # [R, LO]
+            return (lo,)
         else:
-            return (source[0].load([first, 0]), source[1].load([first, 0]))  # [R, LO], [R, HI]
+            return (lo, tl.reshape(source[1].load([h, first, 0]), [r.shape[0], HI]))  # [R, HI]
     else:
-        return load_tile(x, source[0] + tl.cast(first, tl.int64) * x.stride_s, r, live, DIM, LO, HI)
+        at = tl.cast(h, tl.int64) * x.stride_h + tl.cast(first, tl.int64) * x.stride_s
+        return load_tile(x, source[0] + at, r, live, DIM, LO, HI)
 
 
 @triton.jit
@@ -252,22 +276,22 @@ def zero_gap(x, b, h, start, first, step, room, ROWS: tl.constexpr, DIM: tl.cons
 
 
 @triton.jit
-def dot_nt(a, b, PRECISION: tl.constexpr):
+def dot_nt(a, b):
     """Chunks a [M, D], b [N, D] to a b^T [M, N]."""
-    acc = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)  # [M, N]
+    acc = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")  # [M, N]
     if len(a) == 2:
-        acc = tl.dot(a[1], tl.trans(b[1]), acc, input_precision=PRECISION)  # [M, N]
+        acc = tl.dot(a[1], tl.trans(b[1]), acc, input_precision="ieee")  # [M, N]
     return acc
 
 
 @triton.jit
-def dot_add(acc, p, x, PRECISION: tl.constexpr):
+def dot_add(acc, p, x):
     """Chunks acc [R, D] + p [R, C] x [C, D]."""
     if len(x) == 1:
-        return (tl.dot(p, x[0], acc[0], input_precision=PRECISION),)  # [R, LO]
+        return (tl.dot(p, x[0], acc[0], input_precision="ieee"),)  # [R, LO]
     else:
-        lo = tl.dot(p, x[0], acc[0], input_precision=PRECISION)  # [R, LO]
-        return (lo, tl.dot(p, x[1], acc[1], input_precision=PRECISION))  # [R, HI]
+        lo = tl.dot(p, x[0], acc[0], input_precision="ieee")  # [R, LO]
+        return (lo, tl.dot(p, x[1], acc[1], input_precision="ieee"))  # [R, HI]
 
 
 @triton.jit

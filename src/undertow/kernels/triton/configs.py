@@ -14,12 +14,22 @@ SHORT = 1024  # tokens a segment, on average, below which a "-short" table holds
 STAGES = ("forward", "dkdv", "dq")
 HAS_TMA = ("sm_90", "sm_100", "sm_103")
 
-# width is head_dim_qk + head_dim_v as executed (the sum of the chunks); the first row at least as wide is taken.
-# Milliseconds: H200, torch 2.11.0+cu130, triton 3.6.0, 2026-11-29, median of 4 to 8 launches of the kernel alone.
-# The fused plan was slower on every shape timed (dkdv with dQ atomics, best tile, against dkdv + dq as below, ms):
+# Switches of a row, all but columns off unless named: `tma` reads through descriptors; `columns`, the heads in flight
+# together, 0 is all; `flat`, one loop over the tiles of all heads of a group; `one_sweep`, one loop that masks every
+# tile; `apart`, dv in a pass of its own before dk, as registers do not hold both; `maxnreg`, registers a thread.
+#
+# width is head_dim_qk + head_dim_v as executed (the sum of the chunks); the first row at least as wide that fits is
+# taken. Milliseconds: H200, torch 2.11.0+cu130, triton 3.6.0, median of the kernel alone; forward 2026-11-29, of 4 to 8
+# launches; the rest 2026-11-30, of 6, dq with D in it.
+# The fused plan was slower on every shape timed (2026-11-29, dkdv with dQ atomics, best tile, against dkdv + dq, ms):
 # 192/128 S8192 6.02 : 4.39, 128/128 GQA S8192 7.86 : 6.54, 64/64 S4096 1.28 : 1.02, 256/256 S4096 3.04 : 1.55.
-TMA = (("tma", True), ("columns", 8))
 POINTERS = (("columns", 8),)
+TMA = (("tma", True), *POINTERS)
+FLAT = (*TMA, ("flat", True))
+APART = (*FLAT, ("apart", True))
+ONE_LOOP = (*FLAT, ("one_sweep", True))
+ONE_LOOP_APART = (*APART, ("one_sweep", True))
+ONE_LOOP_POINTERS = (("columns", 0), ("one_sweep", True))
 TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
     "sm_90": {
         "forward": (
@@ -30,23 +40,35 @@ TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
             (512, Config(64, 64, 4, 3, TMA)),  # 256/256 S4096 H8: 0.327; 128 rows 0.349
         ),
         "dkdv": (
-            (128, Config(64, 64, 4, 3, TMA)),  # 64/64: 0.643; two stages 0.689
-            (192, Config(64, 64, 4, 2, TMA)),  # 96/96: 0.926; (32, 64) 0.993
-            (256, Config(32, 64, 4, 4, TMA)),  # 128/128: 3.954, not causal 7.85; three stages 3.908 and 8.12
-            (384, Config(32, 64, 4, 3, TMA)),  # 192/128: 2.588; pointers 3.03
-            (512, Config(64, 64, 8, 2, POINTERS)),  # 256/256: 1.159, spills; TMA 1.222
+            (128, Config(64, 64, 4, 3, TMA)),  # 64/64: 0.563
+            (192, Config(64, 64, 4, 2, TMA)),  # 96/96: 0.860
+            (256, Config(64, 64, 4, 2, TMA)),  # 128/128: 3.54, not causal 6.95; (32, 64) 3.82 and 8.04; flat 7.11
+            (320, Config(32, 64, 4, 3, FLAT)),  # 192/128: 2.47; 8 heads a group 2.64, not flat 3.74
+            (384, Config(64, 128, 8, 2, APART)),  # 256/128 S4096 H16: 2.22; (32, 128) three stages 2.28; not apart 7.30
+            (384, Config(32, 64, 4, 3, TMA)),  # for less shared memory
+            (512, Config(32, 128, 8, 3, APART)),  # 256/256: 0.731; not apart 1.163
         ),
         "dkdv-short": (
-            (192, Config(64, 64, 4, 2, TMA)),
-            (320, Config(32, 64, 4, 2, TMA)),  # X2, 64 documents of 256 tokens, GQA 32:8: 0.499; four stages 0.765
-            (384, Config(32, 64, 4, 3, TMA)),
-            (512, Config(64, 64, 8, 2, POINTERS)),
+            (192, Config(64, 64, 4, 2, ONE_LOOP)),
+            (320, Config(32, 64, 4, 3, ONE_LOOP)),  # X2, 64 documents of 256 tokens, GQA 32:8: 0.313; two stages 0.351
+            (384, Config(64, 128, 8, 2, ONE_LOOP_APART)),
+            (384, Config(32, 64, 4, 3, ONE_LOOP)),
+            (512, Config(32, 128, 8, 3, ONE_LOOP_APART)),
         ),
         "dq": (
-            (128, Config(64, 64, 4, 3, TMA)),  # 64/64: 0.380; (64, 32) 0.406
-            (256, Config(64, 64, 4, 2, TMA)),  # 128/128: 2.631; (64, 32) 2.703
-            (384, Config(64, 32, 4, 3, TMA)),  # 192/128: 1.801; (64, 64) 1.886
-            (512, Config(128, 32, 8, 3, TMA)),  # 256/256: 0.387; (64, 32) with 4 warps 0.449
+            (128, Config(64, 64, 4, 3, TMA)),  # 64/64: 0.393
+            (192, Config(64, 64, 4, 2, (*TMA, ("maxnreg", 168)))),  # 96/96: 0.623; without maxnreg 0.794
+            (256, Config(64, 64, 4, 2, TMA)),  # 128/128: 2.90, not causal 5.64
+            (320, Config(64, 32, 4, 3, TMA)),  # 192/128: 1.842
+            (384, Config(128, 32, 8, 3, TMA)),  # 256/128: 1.254; (64, 32) 1.515
+            (384, Config(64, 32, 4, 3, TMA)),
+            (512, Config(128, 32, 8, 3, TMA)),  # 256/256: 0.375
+        ),
+        "dq-short": (
+            (320, Config(64, 32, 4, 2, ONE_LOOP_POINTERS)),  # X2: 0.324; 8 heads in flight 0.339; TMA 0.389
+            (384, Config(128, 32, 8, 3, TMA)),
+            (384, Config(64, 32, 4, 3, TMA)),
+            (512, Config(128, 32, 8, 3, TMA)),
         ),
     },
     "gfx942": {
@@ -123,7 +145,10 @@ def stage_config(problem: Problem, target: Target, stage: str) -> Config:
     rows = [config for limit, config in table if width <= limit]
     chosen = next((c for c in rows if feasible(problem, c, target, stage)), SMALLEST)
     listed = not problem.is_packed or problem.batch <= MAX_LISTED  # else the grid, and descriptors, outgrow the tokens
-    return chosen if target.arch in HAS_TMA and listed else replace(chosen, switches=POINTERS)
+    if target.arch in HAS_TMA and listed:
+        return chosen
+    kept = tuple((name, value) for name, value in chosen.switches if name not in ("tma", "maxnreg"))
+    return replace(chosen, switches=kept or POINTERS)
 
 
 def fused(problem: Problem, target: Target) -> bool:

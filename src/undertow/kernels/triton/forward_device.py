@@ -13,7 +13,7 @@ from .chunks_device import (
     keys_seen,
     load_tile,
     locate,
-    open_rows,
+    open_heads,
     read_tile,
     row_ptr,
     scaled,
@@ -29,8 +29,7 @@ from .chunks_device import (
 @triton.jit
 def sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, bounds, shift, window, scale, softcap, BLOCK_N: tl.constexpr,
                TMA: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr,
-               QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-               PRECISION: tl.constexpr):  # fmt: skip
+               QK_HI: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr):  # fmt: skip
     """Fold the key tiles of [j_first, j_last) into (acc, m, l); m is a running maximum in log2 units."""
     acc, m, l = state
     j_first, j_last, j_end = bounds
@@ -38,8 +37,8 @@ def sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, bounds, shift, window, sc
     for j0 in range(j_first, j_last, BLOCK_N):
         j = j0 + r  # [N]
         live = (j < j_end) if MASKED else None
-        k_tile = read_tile(k, k_rows, j0, r, live, HEAD_DIM_QK, QK_LO, QK_HI, TMA)  # [N, DQK]
-        s, _ = capped(dot_nt(q_tile, k_tile, PRECISION), scale, softcap)  # [M, N]
+        k_tile = read_tile(k, k_rows, 0, j0, r, live, HEAD_DIM_QK, QK_LO, QK_HI, TMA)  # [N, DQK]
+        s, _ = capped(dot_nt(q_tile, k_tile), scale, softcap)  # [M, N]
         if MASKED:
             s = tl.where(visible(live[None, :], i[:, None], j[None, :], shift, window), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))  # [M]
@@ -47,8 +46,8 @@ def sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, bounds, shift, window, sc
         p = tl.exp2(s - base[:, None])  # [M, N]
         carry = tl.exp2(m - base)
         l = l * carry + tl.sum(p, 1)
-        v_tile = read_tile(v, v_rows, j0, r, live, HEAD_DIM_V, V_LO, V_HI, TMA)  # [N, DV]
-        acc = dot_add(scaled(acc, carry[:, None]), p.to(v_tile[0].dtype), v_tile, PRECISION)  # [M, DV]
+        v_tile = read_tile(v, v_rows, 0, j0, r, live, HEAD_DIM_V, V_LO, V_HI, TMA)  # [N, DV]
+        acc = dot_add(scaled(acc, carry[:, None]), p.to(v_tile[0].dtype), v_tile)  # [M, DV]
         m = m_new
     return acc, m, l
 
@@ -58,7 +57,7 @@ def forward_kernel(q, k, v, sink, out, lse, seqs_q, seqs_k, window, scale, softc
                    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
                    HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-                   TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+                   TOP_LEFT: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """out = softmax(s) v and lse = log sum exp(s), the sink's logit counted in the sum.
 
     Grid: see Blocks, query tiles * nheads_q * batch. Writes every row of out and lse: a row that sees no key has
@@ -92,14 +91,14 @@ def forward_kernel(q, k, v, sink, out, lse, seqs_q, seqs_k, window, scale, softc
         m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink + h).to(tl.float32) * LOG2E
         l += 1.0
     state = (zero_tile(BLOCK_M, V_LO, V_HI), m, l)
-    k_rows = open_rows(k, b, h // GROUP, start_k, hi, BLOCK_N, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
-    v_rows = open_rows(v, b, h // GROUP, start_k, hi, BLOCK_N, HEAD_DIM_V, V_LO, V_HI, TMA)
+    k_rows = open_heads(k, b, h // GROUP, 1, start_k, hi, BLOCK_N, HEAD_DIM_QK, QK_LO, QK_HI, TMA)
+    v_rows = open_heads(v, b, h // GROUP, 1, start_k, hi, BLOCK_N, HEAD_DIM_V, V_LO, V_HI, TMA)
     state = sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, (lo, head, hi), shift, window, scale, softcap, BLOCK_N,
-                       TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+                       TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI)  # fmt: skip
     state = sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, (head, tail, hi), shift, window, scale, softcap, BLOCK_N,
-                       TMA, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+                       TMA, False, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI)  # fmt: skip
     state = sweep_keys(state, q_tile, k, v, k_rows, v_rows, i, (tail, hi, hi), shift, window, scale, softcap, BLOCK_N,
-                       TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI, PRECISION)  # fmt: skip
+                       TMA, True, HEAD_DIM_QK, QK_LO, QK_HI, HEAD_DIM_V, V_LO, V_HI)  # fmt: skip
     acc, m, l = state
     empty = l == 0.0  # NaN inputs are not empty: they stay NaN
     l = tl.where(empty, 1.0, l)

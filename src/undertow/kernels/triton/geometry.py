@@ -13,7 +13,7 @@ from .configs import STAGES, shared_bytes
 
 def built(problem: Problem, config: Config, launches: list[tuple[str, Any]]) -> Built:
     """The figures of a forward's and a backward's launches, and how the stages with a tile differ from the config."""
-    wanted = [stage for stage in STAGES if stage != "dq" or not config.switch("fused")]
+    wanted = ["forward", "dkdv"] if config.switch("fused") else ["forward", "dq", "dkdv"]
     ran = [stage for stage, _ in launches if stage in STAGES]
     found = [] if ran == wanted else [f"launched {' '.join(ran) or 'nothing'}, wanted {' '.join(wanted)}"]
     stages = {stage: watch.figures(compiled) for stage, compiled in launches}

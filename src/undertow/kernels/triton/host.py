@@ -19,11 +19,11 @@ from ...layout import AXES, View, lse_axes, view
 from ...problem import Problem
 from .. import alloc, watch
 from ..spec import Config, Tensors
-from .backward_device import dkdv_kernel, dq_kernel
+from .backward_device import APART, FLAT, ONE_SWEEP, dkdv_kernel, dq_kernel
 from .chunks_device import Blocks, Seqs, Window
 from .configs import entries, programs
 from .forward_device import forward_kernel
-from .preprocess_device import delta_kernel, list_tiles_kernel, round_dq_kernel
+from .preprocess_device import Deltas, delta_kernel, list_tiles_kernel, round_dq_kernel
 
 if settings().triton_interpret:
     from . import interpreter
@@ -62,7 +62,7 @@ def forward_launches(problem: Problem, config: Config, tensors: Tensors) -> Iter
     tiles = None
     if length := entries(problem, stage, "q"):
         tiles = alloc.output((2, length), torch.int32, tensors["q"].device)
-        yield _list_tiles(problem, tensors, stage, "q", tiles)
+        yield _list_tiles(problem, tensors, (stage, "q", tiles))
     count, blocks = _grid(problem, stage, "q", tiles)
     args = (*_views(problem, tensors, "q k v"), tensors["sink"], *_views(problem, tensors, "out lse"))
     args = (*args, *_math(problem, tensors), blocks)
@@ -70,37 +70,45 @@ def forward_launches(problem: Problem, config: Config, tensors: Tensors) -> Iter
 
 
 def backward_launches(problem: Problem, config: Config, tensors: Tensors, scratch: Tensors) -> Iterator[Launch]:
-    """D, then the fused kernel and a rounding of dq_acc, or dk/dv and dq as two kernels."""
-    yield _delta(problem, tensors, scratch)
-    inputs = (*_views(problem, tensors, "q k v dout lse"), view(scratch["delta"], lse_axes(problem)))
-    dq_acc = view(scratch["dq_acc"], "hsd" if problem.is_packed else "hbsd") if "dq_acc" in scratch else None
-    stage, tiles = config.switch("dkdv"), scratch.get("tiles_k")
-    if tiles is not None:
-        yield _list_tiles(problem, tensors, stage, "k", tiles)
-    count, blocks = _grid(problem, stage, "k", tiles)
-    args = (*inputs, dq_acc, *_views(problem, tensors, "dk dv"), *_math(problem, tensors), blocks)
-    yield Launch("dkdv", dkdv_kernel, count, args, _meta(problem, stage, tensors))
+    """D, the fused kernel and a rounding of dq_acc; or dq, which makes D on its way, and dk/dv."""
+    dkdv, dq = config.switch("dkdv"), config.switch("dq")
+    lists = [(dkdv, "k", scratch.get("tiles_k")), (dq, "q", scratch.get("tiles_q"))]
+    lists = [(stage, owner, tiles) for stage, owner, tiles in lists if tiles is not None]
+    dq_acc, rows = None, None
+    if "dq_acc" in scratch:
+        yield _delta(problem, tensors, scratch)
+        dq_acc = view(scratch["dq_acc"], "hsd" if problem.is_packed else "hbsd")
+    if lists:
+        yield _list_tiles(problem, tensors, *lists)
+    if dq_acc is None:
+        rows = tuple(view(plane, lse_axes(problem)) for plane in scratch["row_values"].unbind(0))
+        count, blocks = _grid(problem, dq, "q", scratch.get("tiles_q"))
+        out, dout, lse, *deltas = _delta_args(problem, tensors, scratch)
+        args = (*_views(problem, tensors, "q k v"), out, dout, lse, Deltas(*deltas), rows)
+        args = (*args, *_views(problem, tensors, "dq"), *_math(problem, tensors), blocks)
+        yield Launch("dq", dq_kernel, count, args, _meta(problem, dq, tensors) | {"LOOPS": _loops(dq)})
+    count, blocks = _grid(problem, dkdv, "k", scratch.get("tiles_k"))
+    args = (*_views(problem, tensors, "q k v dout lse"), view(scratch["delta"], lse_axes(problem)), rows, dq_acc)
+    args = (*args, *_views(problem, tensors, "dk dv"), *_math(problem, tensors), blocks)
+    yield Launch("dkdv", dkdv_kernel, count, args, _meta(problem, dkdv, tensors) | {"LOOPS": _loops(dkdv)})
     if dq_acc is not None:
         yield _round_dq(problem, tensors, dq_acc)
-        return
-    stage, tiles = config.switch("dq"), scratch.get("tiles_q")
-    if tiles is not None:
-        yield _list_tiles(problem, tensors, stage, "q", tiles)
-    count, blocks = _grid(problem, stage, "q", tiles)
-    args = (*inputs, *_views(problem, tensors, "dq"), *_math(problem, tensors), blocks)
-    yield Launch("dq", dq_kernel, count, args, _meta(problem, stage, tensors))
+
+
+def _delta_args(problem: Problem, tensors: Tensors, scratch: Tensors) -> tuple[Any, ...]:
+    rows = scratch.get("dsink_rows")
+    return (
+        *_views(problem, tensors, "out dout lse dlse delta"), tensors["sink"],
+        view(scratch["delta"], lse_axes(problem)),
+        None if rows is None else view(rows, "hs" if problem.is_packed else "hbs"),
+    )  # fmt: skip
 
 
 def _delta(problem: Problem, tensors: Tensors, scratch: Tensors) -> Launch:
-    rows = scratch.get("dsink_rows")
     tiles = max(1, -(-problem.max_seqlen_q // ROWS.block_m))
     count, blocks = tiles * problem.nheads_q * problem.batch, _all_columns(problem.nheads_q, problem.batch)
     lo, hi = split_dim(problem.head_dim_v)
-    args = (
-        *_views(problem, tensors, "out dout lse dlse delta"), tensors["sink"],
-        view(scratch["delta"], lse_axes(problem)),
-        None if rows is None else view(rows, "hs" if problem.is_packed else "hbs"), *_mask(problem, tensors), blocks,
-    )  # fmt: skip
+    args = (*_delta_args(problem, tensors, scratch), *_mask(problem, tensors), blocks)
     meta = {"BLOCK_M": ROWS.block_m, "HEAD_DIM_V": problem.head_dim_v, "V_LO": lo, "V_HI": hi}
     meta["TOP_LEFT"] = _top_left(problem)
     return Launch("delta", delta_kernel, count, args, meta)
@@ -137,11 +145,14 @@ def _math(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
     return *_mask(problem, tensors), problem.scale, problem.softcap or None
 
 
-def _list_tiles(problem: Problem, tensors: Tensors, stage: Config, owner: str, tiles: torch.Tensor) -> Launch:
-    seqs = _mask(problem, tensors)[owner == "k"]
-    rows = stage.block_m if owner == "q" else stage.block_n
-    args = (seqs, tiles, tiles.shape[1], problem.batch)
-    return Launch("list_tiles", list_tiles_kernel, problem.batch, args, {"ROWS": rows, "CHUNK": LIST_CHUNK})
+def _list_tiles(problem: Problem, tensors: Tensors, *lists: tuple[Config, str, torch.Tensor]) -> Launch:
+    """One launch that lists the tiles of one or two owners, each (stage, "q" or "k", tiles)."""
+    seqs = _mask(problem, tensors)
+    args = [(seqs[owner == "k"], tiles, tiles.shape[1]) for _, owner, tiles in lists]
+    rows = [stage.block_m if owner == "q" else stage.block_n for stage, owner, _ in lists]
+    meta = {"CHUNK": LIST_CHUNK, "ROWS": rows[0], "OTHER_ROWS": rows[-1]}
+    other = args[1] if len(args) > 1 else (args[0][0], None, 0)
+    return Launch("list_tiles", list_tiles_kernel, problem.batch, (*args[0], *other, problem.batch), meta)
 
 
 def _grid(problem: Problem, stage: Config, owner: str, tiles: torch.Tensor | None) -> tuple[int, Blocks]:
@@ -155,6 +166,12 @@ def _all_columns(nheads: int, batch: int) -> Blocks:
     return Blocks(nheads, batch, max(1, nheads * batch), None)
 
 
+def _loops(stage: Config) -> int:
+    """The switches of a backward kernel's loops, as its bits."""
+    bits = {"flat": FLAT, "one_sweep": ONE_SWEEP, "apart": APART}
+    return sum(bit.value for name, bit in bits.items() if stage.switch(name))
+
+
 def _top_left(problem: Problem) -> bool:
     return problem.band.align == "top_left"
 
@@ -165,10 +182,10 @@ def _meta(problem: Problem, stage: Config, tensors: Tensors) -> dict[str, Any]:
         "GROUP": problem.group, "BLOCK_M": stage.block_m, "BLOCK_N": stage.block_n,
         "HEAD_DIM_QK": problem.head_dim_qk, "QK_LO": qk[0], "QK_HI": qk[1],
         "HEAD_DIM_V": problem.head_dim_v, "V_LO": v[0], "V_HI": v[1],
-        "TOP_LEFT": _top_left(problem), "PRECISION": "ieee",
+        "TOP_LEFT": _top_left(problem),
         "TMA": bool(stage.switch("tma")) and _tma_can_read(tensors),
         "num_warps": stage.num_warps, "num_stages": stage.num_stages,
-    }  # fmt: skip
+    } | ({"maxnreg": most} if (most := stage.switch("maxnreg")) else {})  # fmt: skip
 
 
 def _tma_can_read(tensors: Tensors) -> bool:

@@ -1,4 +1,6 @@
-"""D = rowsum(dO * O) before the main kernel, and the rounding of dQ after it."""
+"""D = rowsum(dO * O) before or in the main kernels, lists of tiles, and the rounding of dQ after the fused one."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,6 +19,16 @@ from .chunks_device import (
 )
 
 
+class Deltas(NamedTuple):
+    """What row_deltas reads beside out and dout, and writes; None where the problem has it not."""
+
+    dlse: Any
+    given: Any
+    sink: Any
+    delta: Any
+    dsink_rows: Any
+
+
 @triton.jit
 def tile_counts(seqs, b, batch, ROWS: tl.constexpr):
     """Tiles of segments b, a vector: at least one each, so that gaps are zeroed; 0 from `batch` on."""
@@ -29,13 +41,8 @@ def tile_counts(seqs, b, batch, ROWS: tl.constexpr):
 
 
 @triton.jit
-def list_tiles_kernel(seqs, tiles, entries, batch, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """List the real tiles of packed segments, segment by segment, so that programs beside one another share rows.
-
-    Grid: batch. Writes tiles (int32 [2, entries]): segment and tile, segment -1 behind the last; entries is at least
-    the sum of the counts and at most `batch` more.
-    """
-    b = tl.program_id(0)
+def list_tiles(seqs, tiles, entries, b, batch, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Enter the tiles of segment b into a list of tiles (int32 [2, entries]), and one empty entry behind the last."""
     before, total = b * 0, b * 0
     for s0 in range(0, batch, CHUNK):
         s = s0 + tl.arange(0, CHUNK)  # [S]
@@ -52,30 +59,29 @@ def list_tiles_kernel(seqs, tiles, entries, batch, ROWS: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def delta_kernel(out, dout, lse, dlse, given, sink, delta, dsink_rows, seqs_q, seqs_k, window, blocks,
-                 BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
-                 TOP_LEFT: tl.constexpr):  # fmt: skip
-    """delta_i = sum_d dout_id * out_id - dlse_i, the first term `given` where there is one, 0 for a row without keys.
+def list_tiles_kernel(seqs, tiles, entries, other_seqs, other_tiles, other_entries, batch, ROWS: tl.constexpr,
+                      OTHER_ROWS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """List the real tiles of packed segments, segment by segment, so that programs beside one another share rows.
 
-    dsink_rows_i = -exp(sink_h - lse_i) * delta_i, where there is a sink.
-
-    Grid: cdiv(max_seqlen_q, BLOCK_M) * nheads_q * batch. Writes delta (fp32, LSE's layout) of real rows once, and
-    dsink_rows (fp32, [nheads_q, total_q], zeroed before) where there is a sink.
+    Makes one list, and another where other_tiles is not None. Grid: batch. Writes tiles (int32 [2, entries]): segment
+    and tile, segment -1 behind the last; entries is at least the sum of the counts and at most `batch` more.
     """
-    m_block, h, b, _ = locate(blocks)
-    start_q, seqlen_q, _ = segment(seqs_q, b, blocks.batch)
-    _, seqlen_k, _ = segment(seqs_k, b, blocks.batch)
-    if m_block * BLOCK_M >= seqlen_q:
-        return
-    r = tl.arange(0, BLOCK_M)
-    i = m_block * BLOCK_M + r  # [M]
-    row = start_q + m_block * BLOCK_M
-    live = i < seqlen_q
-    lo, hi, _, _ = keys_seen(i, i + 1, seqlen_k, diagonal(seqlen_q, seqlen_k, TOP_LEFT), window)
-    sees = live & (lo < hi)  # [M]
+    list_tiles(seqs, tiles, entries, tl.program_id(0), batch, ROWS, CHUNK)
+    if other_tiles is not None:
+        list_tiles(other_seqs, other_tiles, other_entries, tl.program_id(0), batch, OTHER_ROWS, CHUNK)
+
+
+@triton.jit
+def row_deltas(out, do, lse, deltas, b, h, row, r, live, sees,
+               HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr):  # fmt: skip
+    """delta_i = sum_d dout_id * out_id - dlse_i [M]; the sum is `given` where there is one, 0 for a row without keys.
+
+    dsink_rows_i = -exp(sink_h - lse_i) * delta_i, where there is a sink. `do`: the chunks of dout, rows that see no key
+    as 0. Writes delta (fp32, LSE's layout) of live rows, and dsink_rows (fp32, [nheads_q, total_q]).
+    """
+    dlse, given, sink, delta, dsink_rows = deltas
     if given is None:
         o = load_tile(out, row_ptr(out, b, h, row), r, sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
-        do = load_tile(dout, row_ptr(dout, b, h, row), r, sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
         d = tl.sum(o[0].to(tl.float32) * do[0].to(tl.float32), 1)  # [M]
         if len(o) == 2:
             d += tl.sum(o[1].to(tl.float32) * do[1].to(tl.float32), 1)
@@ -90,6 +96,33 @@ def delta_kernel(out, dout, lse, dlse, given, sink, delta, dsink_rows, seqs_q, s
         l = tl.where(sees, load_rows(lse, row_ptr(lse, b, h, row), r, sees), logit)  # [M]
         share = -tl.exp2((logit - l) * LOG2E) * d
         tl.store(row_ptr(dsink_rows, b, h, row) + r * dsink_rows.stride_s, share, mask=live)
+    return d
+
+
+@triton.jit
+def delta_kernel(out, dout, lse, dlse, given, sink, delta, dsink_rows, seqs_q, seqs_k, window, blocks,
+                 BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
+                 TOP_LEFT: tl.constexpr):  # fmt: skip
+    """delta and, where there is a sink, dsink_rows of a tile of rows (see row_deltas), before the fused kernel.
+
+    Grid: cdiv(max_seqlen_q, BLOCK_M) * nheads_q * batch. Writes them of real rows once; dsink_rows is zeroed before.
+    """
+    m_block, h, b, _ = locate(blocks)
+    start_q, seqlen_q, _ = segment(seqs_q, b, blocks.batch)
+    _, seqlen_k, _ = segment(seqs_k, b, blocks.batch)
+    if m_block * BLOCK_M >= seqlen_q:
+        return
+    r = tl.arange(0, BLOCK_M)
+    i = m_block * BLOCK_M + r  # [M]
+    row = start_q + m_block * BLOCK_M
+    live = i < seqlen_q
+    lo, hi, _, _ = keys_seen(i, i + 1, seqlen_k, diagonal(seqlen_q, seqlen_k, TOP_LEFT), window)
+    sees = live & (lo < hi)  # [M]
+    do = None
+    if given is None:
+        do = load_tile(dout, row_ptr(dout, b, h, row), r, sees, HEAD_DIM_V, V_LO, V_HI)  # [M, DV]
+    deltas = (dlse, given, sink, delta, dsink_rows)
+    row_deltas(out, do, lse, deltas, b, h, row, r, live, sees, HEAD_DIM_V, V_LO, V_HI)
 
 
 @triton.jit
