@@ -165,9 +165,19 @@ def test_the_claimed_kernel_must_take_its_share_of_the_time():
 
 def test_a_forward_takes_less_of_both_passes():
     """A fifth is what it takes on a GPU; a twentieth is another kernel's work."""
-    for forward, refused in ((200.0, False), (50.0, True)):
+    for forward, refused in ((200.0, False), (40.0, True)):
         seen = proof.Seen((("flash_fwd_kernel", forward), ("flash_bwd_kernel", 1000.0 - forward)), 0.0)
-        assert bool(proof.disproof("sdpa_flash", seen, "both", shares=True)) is refused
+        assert bool(proof.disproof("sdpa_flash", seen, "forward", shares=True, in_both=True)) is refused
+        assert proof.disproof("sdpa_flash", seen, "forward", shares=True) != ""
+        assert proof.disproof("sdpa_flash", seen, "backward", shares=True, in_both=True) == ""
+
+
+def test_the_bench_asks_a_forward_less_where_both_passes_run(monkeypatch):
+    asked = []
+    said = lambda name, seen, which, *, shares, in_both: asked.append((which, in_both)) or ""
+    monkeypatch.setattr(proof, "disproof", said)
+    bench((TINY["gqa"],), (TILED,), device="cpu", passes=("backward", "both"), pace=QUICK)
+    assert set(asked) == {("backward", False), ("forward", True), ("backward", True)}
 
 
 def test_a_cache_of_gradients_is_found_after_the_timed_calls():
@@ -674,6 +684,7 @@ def tables(monkeypatch, tmp_path):
 
     assert "bench_tables" in sys.modules
     monkeypatch.setattr(bench_tables, "RECORD", tmp_path / "r.json")
+    monkeypatch.setattr(bench_tables, "EARLIER", tmp_path / "earlier.json")
     return bench_tables
 
 
@@ -712,6 +723,18 @@ def test_the_tables_show_losses_beside_wins(measured, tables, tmp_path):
     assert tables.replaced(tables.replaced(page)) == tables.replaced(page)
     tables.draw(tmp_path)
     assert (tmp_path / "bench_backward.png").exists()
+
+
+def test_shapes_that_only_an_earlier_run_has_are_said_to_be_its(measured, tables, tmp_path):
+    found = hopper_run(measured)
+    first = replace(found, rows=tuple(r for r in found.rows if r.shape == "S1"))
+    record.save(first, record.provenance(first, "cpu", commit="abcdef0123"), tmp_path / "r.json")
+    assert "earlier" not in tables.tables()
+    record.save(found, record.provenance(found, "cpu", commit="0123abcdef"), tmp_path / "earlier.json")
+    text = tables.tables()
+    assert "are of an earlier run" in text and "commit 0123abc" in text
+    assert text.split("**")[1].startswith("S3") and "S1," not in text.split("**")[1]
+    assert [r for r in tables.loaded()[0].rows if r.shape == "S1"] == list(first.rows)
 
 
 def test_without_a_record_the_tables_say_so(tables):

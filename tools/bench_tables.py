@@ -7,6 +7,7 @@ beside it. A test fails when the page is stale.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from undertow.instruments.shapes import ODD_DIMS
 
 BEGIN, END = "<!-- bench tables: begin -->", "<!-- bench tables: end -->"
 RECORD = Path(__file__).parents[1] / "src" / "undertow" / "measured" / "h200.json"
+EARLIER = RECORD.with_name("h200_earlier.json")
+"""The run before, for shapes that the last one did not get to."""
 NONE = "No run of the bench is recorded yet; these tables are made from its record."
 QUOTED_YARDSTICK = 810.0
 """TFLOP/s of the 8192^3 bf16 matmul in the loop that the goals and the quoted peers come from."""
@@ -37,14 +40,14 @@ def tables() -> str:
     """All of them as Markdown, or that there is no record."""
     if not RECORD.is_file():
         return NONE
-    bench, source = record.load(RECORD)
+    bench, source, more = loaded()
     steps = record.load_ladder(RECORD)
     tree = "clean" if source.dirty is False else "dirty" if source.dirty else "not known to be clean"
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     parts = [
         f"{source.device}, driver {source.driver}, {versions}, {source.date[:10]}, "
         f"commit {source.commit[:7]} ({tree}). {source.how[0].upper()}{source.how[1:]}. TFLOP/s of useful work.",
-        "### Hopper, against the best of each shape", hopper_table(bench),
+        *more, "### Hopper, against the best of each shape", hopper_table(bench),
         "### Triton, against flex_attention", portable_table(bench),
     ]  # fmt: skip
     for which in dict.fromkeys(r.which for r in bench.rows):
@@ -52,6 +55,21 @@ def tables() -> str:
     if steps:
         parts += [f"### The ladder at {steps[0].row.shape}", plot.ladder_markdown(steps).strip()]
     return "\n\n".join(parts)
+
+
+def loaded() -> tuple[Bench, record.Provenance, list[str]]:
+    """The last run with, behind it, the shapes that only the run before has, its source, and a sentence about those."""
+    bench, source = record.load(RECORD)
+    if not EARLIER.is_file():
+        return bench, source, []
+    (older, before), have = record.load(EARLIER), {r.shape for r in bench.rows}
+    rows = tuple(r for r in older.rows if r.shape not in have)
+    if not rows:
+        return bench, source, []
+    names = ", ".join(dict.fromkeys(r.shape for r in rows))
+    said = f"**{names}** are of an earlier run, {before.date[:10]}, commit {before.commit[:7]}, and its kernels."
+    yards = tuple(y for y in older.yardsticks if y[0] not in have)
+    return replace(bench, rows=bench.rows + rows, yardsticks=bench.yardsticks + yards), source, [said]
 
 
 def hopper_table(bench: Bench) -> str:
@@ -135,7 +153,7 @@ def replaced(text: str) -> str:
 
 
 def draw(folder: Path) -> None:
-    """bench_<pass>.png of every pass of the record."""
+    """bench_<pass>.png of every pass of the last run."""
     bench, source = record.load(RECORD)
     for which in dict.fromkeys(r.which for r in bench.rows):
         title = f"{source.device}, {which}, {source.date[:10]}"

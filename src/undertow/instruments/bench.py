@@ -374,7 +374,7 @@ def _fault(shape: Shape, variant: Variant, which: str, built: _Built) -> str:
         return f"wrong {worst.tensor}: relative error {worst.rms:.2g}, {worst.rows} bad rows, {worst.where}"
     for one in ("forward", "backward") if which == "both" else (which,):
         name = _kernel_of(variant, one).name
-        told = proof.disproof(name, built.seen, one, shares=shape.device.type == "cuda")
+        told = proof.disproof(name, built.seen, one, shares=shape.device.type == "cuda", in_both=which == "both")
         if told:
             return told
     if shape.problem.deterministic and which != "forward" and not built.bitwise:
