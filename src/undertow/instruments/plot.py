@@ -83,7 +83,8 @@ def markdown(bench: Bench, which: str = "backward") -> str:
     for shape in dict.fromkeys(r.shape for r in rows):
         best = max((timed[shape, n].tflops for n in labels if (shape, n) in timed), default=0.0)
         cells = (_figure(timed[shape, n].tflops, best) if (shape, n) in timed else "" for n in labels)
-        lines.append(f"| {shape} | {' | '.join(cells)} | {yards.get(shape, 0.0):.4g} |")
+        yard = f"{yards[shape]:.4g}" if shape in yards else ""
+        lines.append(f"| {shape} | {' | '.join(cells)} | {yard} |")
     refused = [f"* {r.shape}, {r.label}: {r.reason}" for r in rows if r.status == "refused"]
     return "\n".join([*lines, *(["", *refused] if refused else [])]) + "\n"
 
