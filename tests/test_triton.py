@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import CAUSAL, call, gates, make, prove, same
+from support import CAUSAL, DEVICE, call, gates, make, prove, same
 
 import undertow
 from undertow.dispatch import get
@@ -141,6 +141,21 @@ def test_dtypes(dtype):
         problem = Problem.dense(2, 33, 41, dtype=dtype, band=CAUSAL, deterministic=deterministic, **SMALL)
         tensors = make(problem)
         gates(problem, tensors, call(problem, tensors, "triton"))
+
+
+@pytest.mark.parametrize("seqused", [None, (2, 0)], ids=["cu_seqlens", "seqused"])
+def test_every_entry_behind_the_last_tile_is_empty(seqused):
+    """Tensors with far more rows than tokens: the list is as long as the rows ask, and memory holds anything."""
+    from undertow.kernels.triton.chunks_device import Seqs
+    from undertow.kernels.triton.preprocess_device import list_tiles_kernel
+
+    first = torch.tensor([0, 40, 45] if seqused is None else [0, 6000, 9000], dtype=torch.int32, device=DEVICE)
+    used = None if seqused is None else torch.tensor(seqused, dtype=torch.int32, device=DEVICE)
+    seqs, entries = Seqs(first, used, None, 10000), 10000 // 16 + 2
+    lists = torch.full((2, 2, entries), 77, dtype=torch.int32, device=DEVICE)
+    list_tiles_kernel[(2,)](seqs, lists[0], entries, seqs, lists[1], entries, 2, ROWS=16, OTHER_ROWS=32, CHUNK=128)
+    for found, want in zip(lists, ([0, 0, 0, 1], [0, 0, 1]) if seqused is None else ([0, 1], [0, 1]), strict=True):
+        assert found[0].tolist() == want + [-1] * (entries - len(want))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (5, 1)], ids=str)

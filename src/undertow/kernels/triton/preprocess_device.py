@@ -42,7 +42,7 @@ def tile_counts(seqs, b, batch, ROWS: tl.constexpr):
 
 @triton.jit
 def list_tiles(seqs, tiles, entries, b, batch, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Enter the tiles of segment b into a list of tiles (int32 [2, entries]), and one empty entry behind the last."""
+    """Enter the tiles of segment b into a list (int32 [2, entries]), and its share of the empty entries behind all."""
     before, total = b * 0, b * 0
     for s0 in range(0, batch, CHUNK):
         s = s0 + tl.arange(0, CHUNK)  # [S]
@@ -54,8 +54,9 @@ def list_tiles(seqs, tiles, entries, b, batch, ROWS: tl.constexpr, CHUNK: tl.con
         t = t0 + tl.arange(0, CHUNK)  # [T]
         tl.store(tiles + before + t, b, mask=t < mine)
         tl.store(tiles + entries + before + t, t, mask=t < mine)
-    if total + b < entries:
-        tl.store(tiles + total + b, -1)
+    for t0 in range(total + b * CHUNK, entries, batch * CHUNK):  # many where padding is long
+        t = t0 + tl.arange(0, CHUNK)  # [T]
+        tl.store(tiles + t, -1, mask=t < entries)
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def list_tiles_kernel(seqs, tiles, entries, other_seqs, other_tiles, other_entri
     """List the real tiles of packed segments, segment by segment, so that programs beside one another share rows.
 
     Makes one list, and another where other_tiles is not None. Grid: batch. Writes tiles (int32 [2, entries]): segment
-    and tile, segment -1 behind the last; entries is at least the sum of the counts and at most `batch` more.
+    and tile, segment -1 behind the last; entries is at least the sum of the counts.
     """
     list_tiles(seqs, tiles, entries, tl.program_id(0), batch, ROWS, CHUNK)
     if other_tiles is not None:
