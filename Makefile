@@ -6,7 +6,8 @@ EXTRAS ?= dev,bench,amd,simulator,hopper
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRAS)
 
-.PHONY: demo test lint test-slow test-amd test-gpu measure-cpu verify-gpu sanitize counters support-table bench-tables clean
+.PHONY: demo test lint test-slow test-amd test-gpu measure-cpu verify-gpu sanitize counters support-table bench-tables \
+	clean
 
 demo: $(STAMP)
 	$(BIN)/undertow verify
@@ -41,8 +42,8 @@ measure-cpu: $(STAMP)
 verify-gpu: $(STAMP)
 	$(BIN)/undertow verify all --device cuda --kernel triton --out verify_gpu.json
 
-# Tiny calls of our kernels under NVIDIA's checkers of memory, barriers and uninitialised reads, then of races, where the
-# Hopper kernel's statistics are a known report (docs/hopper.md).
+# Tiny calls of our kernels under NVIDIA's checkers of memory, barriers and uninitialised reads, then of races, where
+# two reports on the Hopper kernels are known (docs/hopper.md).
 sanitize: $(STAMP)
 	for tool in memcheck synccheck initcheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 	compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python tools/sanitize.py || exit 1; done
@@ -55,7 +56,8 @@ counters: $(STAMP)
 support-table: $(STAMP)
 	$(BIN)/python tools/support_table.py README.md
 
-# After a run: cp DIR/record.json src/undertow/measured/h200.json
+# After a run: cp DIR/record.json src/undertow/measured/h200.json; the one before becomes h200_earlier.json where it has
+# shapes that the new one lacks.
 bench-tables: $(STAMP)
 	$(BIN)/python tools/bench_tables.py --plots docs/bench.md
 

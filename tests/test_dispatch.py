@@ -1,5 +1,8 @@
 """Dispatch: by records, never by hope; a vendor that is faster is chosen; a named kernel never falls back."""
 
+import json
+from importlib.resources import files
+
 import pytest
 
 import undertow.kernels.hopper
@@ -105,6 +108,18 @@ def test_explain_orders_and_prices():
     by_name = {v.kernel: v for v in verdicts}
     assert by_name["triton"].tax == pytest.approx(2304 / 1664)
     assert all(v.reasons for v in verdicts)
+    wide = {v.kernel: v.tax for v in dispatch.explain(problem(head_dim_qk=256, head_dim_v=256), SM90)}
+    assert wide["triton"] == wide["hopper"] == pytest.approx(8 / 5)  # dv and dk apart: S three times, dP twice
+
+
+@pytest.mark.parametrize("which", ["backward", "forward"])
+def test_of_two_shipped_runs_of_a_shape_the_last_decides(which):
+    found = []
+    for name in ("h200.json", "h200_earlier.json"):
+        entries = json.loads((files("undertow") / "measured" / name).read_text())["dispatch"]
+        found.append(next(e["ms"] for e in entries if (e["pass"], e["shape"]) == (which, "S1")))
+    dims = {"nheads_q": 16, "nheads_kv": 16, "head_dim_qk": 192, "head_dim_v": 128}
+    assert dispatch._times(Problem.dense(2, 8192, 8192, band=CAUSAL, **dims), SM90, which) == found[0] != found[1]
 
 
 def test_every_shipped_record_is_of_a_kernel_we_have():

@@ -334,6 +334,15 @@ def test_each_triton_buffer_is_written_by_the_stage_its_plan_names(deterministic
         assert all(order.index(r) > order.index(buffer.written_by) for r in readers), buffer.name
 
 
+def test_row_values_have_room_for_whole_tiles():
+    """Host and kernels place them by the same padding, a multiple of every query tile of the tables."""
+    from undertow.kernels.triton import ROW_PAD, chunks_device, configs
+
+    assert chunks_device.ROW_PAD.value == ROW_PAD
+    rows = [c.block_m for t in configs.TABLE.values() for stage in t if stage != "forward" for _, c in t[stage]]
+    assert rows and all(ROW_PAD % m == 0 for m in rows)
+
+
 def test_band_is_part_of_no_size():
     """A plan must not shrink with the mask: max_seqlen bounds it."""
     sizes = {plan_of(Problem.packed((64, 64), **(SMALL | {"band": b}))).nbytes for b in (Band(), CAUSAL, Band(3, 0))}

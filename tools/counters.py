@@ -76,4 +76,4 @@ if __name__ == "__main__":
     elif shutil.which("ncu") is None:
         sys.exit("counters: ncu is not on the PATH")
     else:
-        print(table(sys.argv[1:] or ["S1", "S1g", "S7", "S8", "S5", "S4", "d80", "d40"]))
+        print(table(sys.argv[1:] or ["S1", "S1g", "S2", "S7", "S8", "S5", "S4", "d40"]))

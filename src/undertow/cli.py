@@ -214,7 +214,7 @@ def bench(
     sustained: Annotated[float, typer.Option(help="seconds back to back as well, power-limited")] = 0.0,
     jobs: Annotated[int, typer.Option(help="processes that compile first; 0 compiles on the way")] = 0,
     ladder: Annotated[str, typer.Option(help="a shape to time the rungs from naive to tuned of")] = "",
-    ladder_kernel: Annotated[str, typer.Option(help="hopper, triton, flydsl, by comma; default: what runs")] = "",
+    ladder_kernel: Annotated[str, typer.Option(help="hopper, triton, flydsl, by comma; default: one that runs")] = "",
     without: Annotated[str, typer.Option(help="what not to run, by comma: kernel:shape, or patterns, flex:d*")] = "",
     budget: Annotated[float, typer.Option(help="seconds after which no further shape is begun; 0: no end")] = 0.0,
     resume: Annotated[bool, typer.Option("--resume", help="keep the shapes of the record that is in OUT")] = False,

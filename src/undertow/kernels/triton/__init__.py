@@ -25,7 +25,7 @@ ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_1
 
 OWNS = (("dkdv", "k"), ("dq", "q"))
 ROW_PAD = 128
-"""Rows of the largest tile: chunks_device has it too."""
+"""Rows of the largest query tile of the backward; chunks_device has it too, as a test holds."""
 DESCRIPTOR_BYTES = 512
 """TMA descriptors of one program: two tensors of at most two chunks, 128 bytes each."""
 
@@ -57,9 +57,12 @@ def config(problem: Problem, target: Target, which: str) -> Config:
 
 
 def plan_workspace(problem: Problem, config: Config) -> WorkspacePlan:
-    """delta; the fused plan also the packed fp32 dq_acc; a sink also its rows. The two-kernel plan owns its dq rows."""
+    """delta; LSE and D by whole tiles, or in the fused plan the packed fp32 dq_acc; a sink also its rows.
+
+    The two-kernel plan owns its dq rows, and keeps delta only to be verified.
+    """
     one = config.switch("fused")
-    buffers = [delta_buffer(problem, written_by="delta" if one else "dq", read_by="dkdv")]
+    buffers = [delta_buffer(problem, written_by="delta" if one else "dq", read_by="dkdv" if one else "verify")]
     if one:
         buffers.append(dq_acc_buffer(problem, zeroed=True, written_by="dkdv", read_by="round_dq"))
     else:
@@ -107,9 +110,16 @@ def _built(problem: Problem, config: Config, launches: list[tuple[str, Any]]) ->
     return built(problem, config, launches)
 
 
+def _gemms(problem: Problem, target: Target) -> tuple[int, int]:
+    """Products over qk and over v dims: S again in every kernel and pass, dP in all but that of dv apart."""
+    if fused(problem, target):
+        return 3, 2
+    return (5, 3) if config(problem, target, "backward").switch("dkdv").switch("apart") else (4, 3)
+
+
 KERNEL = Kernel(
     name="triton",
-    about="portable Triton: two kernels of seven GEMMs (deterministic), or one fused of five with fp32 atomics",
+    about="portable Triton: two kernels of 7 GEMMs or 8 (deterministic), or one fused of five with fp32 atomics",
     archs=ARCHS,
     limits=LIMITS,
     config=config,
@@ -117,7 +127,7 @@ KERNEL = Kernel(
     forward=_forward,
     backward=_backward,
     executed_dims=executed_dims,
-    gemms=lambda p, t: (3, 2) if fused(p, t) else (4, 3),
+    gemms=_gemms,
     built=_built,
 )
 
