@@ -37,6 +37,7 @@ say("num_stages", num_stages=4)
 say("BLOCK_M", block_m=128)
 say("BLOCK_N", block_n=128)
 say("TMA", switches=())
+say("LOOPS", switches=(*config.switch("dq").switches, ("one_sweep", True)))
 say("shared", num_stages=1)
 say("QK_LO", problem=replace(problem, head_dim_qk=128))
 say("lost", launches[:-1])
@@ -60,7 +61,7 @@ def test_what_the_tables_resolve_is_what_is_compiled(said):
     assert 0 < dq["shared"] <= 227 * 1024
 
 
-@pytest.mark.parametrize("name", ["num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "TMA", "QK_LO"])
+@pytest.mark.parametrize("name", ["num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "TMA", "LOOPS", "QK_LO"])
 def test_a_planted_difference_is_named(said, name):
     differences, dq = said[name]
     assert any(f"dq has {name} {dq[name]}, wanted " in text for text in differences), differences

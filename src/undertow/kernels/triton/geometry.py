@@ -13,13 +13,16 @@ from .configs import STAGES, shared_bytes
 
 def built(problem: Problem, config: Config, launches: list[tuple[str, Any]]) -> Built:
     """The figures of a forward's and a backward's launches, and how the stages with a tile differ from the config."""
-    wanted = ["forward", "dkdv"] if config.switch("fused") else ["forward", "dq", "dkdv"]
+    from .host import loops
+
+    order = ["forward", "dkdv"] if config.switch("fused") else ["forward", "dq", "dkdv"]
     ran = [stage for stage, _ in launches if stage in STAGES]
-    found = [] if ran == wanted else [f"launched {' '.join(ran) or 'nothing'}, wanted {' '.join(wanted)}"]
+    found = [] if ran == order else [f"launched {' '.join(ran) or 'nothing'}, wanted {' '.join(order)}"]
     stages = {stage: watch.figures(compiled) for stage, compiled in launches}
     for stage in filter(stages.get, STAGES):
         own, have = config.switch(stage), stages[stage]
-        wrong = {name: value for name, value in _resolved(problem, own).items() if have.get(name) != value}
+        wanted = _resolved(problem, own) | ({} if stage == "forward" else {"LOOPS": loops(own)})
+        wrong = {name: value for name, value in wanted.items() if have.get(name) != value}
         found += [f"{stage} has {name} {have.get(name)}, wanted {value}" for name, value in wrong.items()]
         most = shared_bytes(problem, own, stage, fused=config.switch("fused"))
         if have["shared"] > most:

@@ -86,11 +86,11 @@ def backward_launches(problem: Problem, config: Config, tensors: Tensors, scratc
         out, dout, lse, *deltas = _delta_args(problem, tensors, scratch)
         args = (*_views(problem, tensors, "q k v"), out, dout, lse, Deltas(*deltas), rows)
         args = (*args, *_views(problem, tensors, "dq"), *_math(problem, tensors), blocks)
-        yield Launch("dq", dq_kernel, count, args, _meta(problem, dq, tensors) | {"LOOPS": _loops(dq)})
+        yield Launch("dq", dq_kernel, count, args, _meta(problem, dq, tensors) | {"LOOPS": loops(dq)})
     count, blocks = _grid(problem, dkdv, "k", scratch.get("tiles_k"))
     args = (*_views(problem, tensors, "q k v dout lse"), view(scratch["delta"], lse_axes(problem)), rows, dq_acc)
     args = (*args, *_views(problem, tensors, "dk dv"), *_math(problem, tensors), blocks)
-    yield Launch("dkdv", dkdv_kernel, count, args, _meta(problem, dkdv, tensors) | {"LOOPS": _loops(dkdv)})
+    yield Launch("dkdv", dkdv_kernel, count, args, _meta(problem, dkdv, tensors) | {"LOOPS": loops(dkdv)})
     if dq_acc is not None:
         yield _round_dq(problem, tensors, dq_acc)
 
@@ -166,7 +166,7 @@ def _all_columns(nheads: int, batch: int) -> Blocks:
     return Blocks(nheads, batch, max(1, nheads * batch), None)
 
 
-def _loops(stage: Config) -> int:
+def loops(stage: Config) -> int:
     """The switches of a backward kernel's loops, as its bits."""
     bits = {"flat": FLAT, "one_sweep": ONE_SWEEP, "apart": APART}
     return sum(bit.value for name, bit in bits.items() if stage.switch(name))
