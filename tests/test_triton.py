@@ -281,7 +281,7 @@ for launch in offline.launches(problem, TARGETS[arch], which):
     built = offline.compile_launch(launch, TARGETS[arch])
     text = built.asm.get("amdgcn") or built.asm["ptx"]
     found = {"stage": launch.stage, "shared": built.metadata.shared}
-    found["mma"] = text.count("v_mfma_") + text.count("wgmma.mma_async") + text.count("mma.sync")
+    found["mma"] = sum(map(text.count, ("v_mfma_", "wgmma.mma_async", "mma.sync", "tcgen05.mma")))
     found["fp64"] = text.count(".f64") + text.count("_f64")
     print(json.dumps(found))
 """
@@ -295,6 +295,7 @@ SLOW_BUILDS = [
     *((arch, "backward", MLA | {"deterministic": True}) for arch in ("sm_90", "gfx942", "gfx950")),
     *((arch, which, RICH) for arch in ("sm_80", "sm_90", "gfx942", "gfx950") for which in ("forward", "backward")),
     *((arch, which, WIDE) for arch in ("sm_80", "sm_86", "sm_90", "gfx942") for which in ("forward", "backward")),
+    *(("sm_100", which, WIDE) for which in ("forward", "backward")),
     *((arch, "backward", WIDE | {"dtype": "fp32"}) for arch in ("sm_90", "gfx942")),
     ("gfx950", "backward", MLA),
     ("gfx942", "forward", MLA),

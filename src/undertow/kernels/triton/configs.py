@@ -13,6 +13,7 @@ MAX_LISTED = 4096
 SHORT = 1024  # tokens a segment, on average, below which a "-short" table holds
 STAGES = ("forward", "dkdv", "dq")
 HAS_TMA = ("sm_90", "sm_100", "sm_103")
+HAS_TENSOR_MEMORY = ("sm_100", "sm_103")
 
 # Switches of a row, all but columns off unless named: `tma` reads through descriptors; `columns`, the heads in flight
 # together, 0 is all; `flat`, one loop over the tiles of all heads of a group; `one_sweep`, one loop that masks every
@@ -47,6 +48,8 @@ TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
             (384, Config(64, 128, 8, 2, APART)),  # 256/128 S4096 H16: 2.22; (32, 128) three stages 2.28; not apart 7.30
             (384, Config(32, 64, 4, 3, TMA)),  # for less shared memory
             (512, Config(32, 128, 8, 3, APART)),  # 256/256: 0.731; not apart 1.163
+            (320, Config(32, 64, 4, 2, FLAT)),  # for less shared memory
+            (512, Config(32, 64, 8, 2, APART)),
         ),
         "dkdv-short": (
             (192, Config(64, 64, 4, 2, ONE_LOOP)),
@@ -54,6 +57,8 @@ TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
             (384, Config(64, 128, 8, 2, ONE_LOOP_APART)),
             (384, Config(32, 64, 4, 3, ONE_LOOP)),
             (512, Config(32, 128, 8, 3, ONE_LOOP_APART)),
+            (320, Config(32, 64, 4, 2, ONE_LOOP)),
+            (512, Config(32, 64, 8, 2, ONE_LOOP_APART)),
         ),
         "dq": (
             (128, Config(64, 64, 4, 3, TMA)),  # 64/64: 0.393
@@ -63,12 +68,14 @@ TABLE: dict[str, dict[str, tuple[tuple[int, Config], ...]]] = {
             (384, Config(128, 32, 8, 3, TMA)),  # 256/128: 1.254; (64, 32) 1.515
             (384, Config(64, 32, 4, 3, TMA)),
             (512, Config(128, 32, 8, 3, TMA)),  # 256/256: 0.375
+            (512, Config(64, 32, 4, 2, TMA)),  # for less shared memory
         ),
         "dq-short": (
             (320, Config(64, 32, 4, 2, ONE_LOOP_POINTERS)),  # X2: 0.324; 8 heads in flight 0.339; TMA 0.389
             (384, Config(128, 32, 8, 3, TMA)),
             (384, Config(64, 32, 4, 3, TMA)),
             (512, Config(128, 32, 8, 3, TMA)),
+            (512, Config(64, 32, 4, 2, TMA)),
         ),
     },
     "gfx942": {
@@ -131,6 +138,8 @@ def feasible(problem: Problem, config: Config, target: Target, stage: str) -> bo
         needed = max(config.block_m, config.block_n) * max(executed_dims(problem)) * DTYPES[problem.dtype]
     else:
         needed = shared_bytes(problem, config, stage, fused=fused(problem, target))
+        if target.arch in HAS_TENSOR_MEMORY and stage != "forward":  # compiled sizes: two tiles of scores more
+            needed += 2 * config.block_m * config.block_n * DTYPES[problem.dtype]
     return target.arch == "cpu" or needed <= target.lds_bytes
 
 
