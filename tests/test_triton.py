@@ -17,7 +17,7 @@ import undertow
 from undertow.dispatch import get
 from undertow.instruments import inputs
 from undertow.kernels.spec import Config
-from undertow.kernels.triton import config
+from undertow.kernels.triton import config, host
 from undertow.problem import Band, Problem
 from undertow.target import TARGETS
 
@@ -331,3 +331,13 @@ def test_kernels_compile_for_their_targets(build):
         assert stage["fp64"] == 0, stage
         if stage["stage"] in ("forward", "dkdv", "dq") and fields.get("dtype") != "fp32":
             assert stage["mma"] > 0, stage
+
+
+def test_tma_is_not_asked_for_what_it_cannot_read():
+    """Rows off 16 bytes, bases off 16 bytes, and a gradient that is one head expanded to all."""
+    whole = {n: torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16) for n in ("q", "k", "v", "dout")}
+    assert host._tma_can_read(whole)
+    assert not host._tma_can_read(whole | {"dout": whole["dout"][:, :, :1].expand(2, 5, 4, 64)})
+    assert not host._tma_can_read(whole | {"q": torch.zeros(2, 5, 4, 68, dtype=torch.bfloat16)[..., :64]})
+    off = torch.zeros(whole["v"].numel() + 1, dtype=torch.bfloat16)[1:].view_as(whole["v"])
+    assert not host._tma_can_read(whole | {"v": off})

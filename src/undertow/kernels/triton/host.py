@@ -189,10 +189,10 @@ def _meta(problem: Problem, stage: Config, tensors: Tensors) -> dict[str, Any]:
 
 
 def _tma_can_read(tensors: Tensors) -> bool:
-    """TMA wants base addresses and strides in multiples of 16 bytes; tensors that are not are read by pointers."""
+    """TMA wants bases and strides in multiples of 16 bytes, none 0; tensors that are not so are read by pointers."""
     inputs = [tensors[n] for n in ("q", "k", "v", "dout") if tensors.get(n) is not None]
     return all(
-        (x.data_ptr() % 16 == 0) and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1]) for x in inputs
+        (x.data_ptr() % 16 == 0) and all(s and s * x.element_size() % 16 == 0 for s in x.stride()[:-1]) for x in inputs
     )
 
 
