@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 GRADS = ("dq", "dk", "dv")
 D64 = {"nheads_q": 4, "nheads_kv": 4, "head_dim_qk": 64, "head_dim_v": 64}
+MLA = {"nheads_q": 32, "nheads_kv": 16, "head_dim_qk": 192, "head_dim_v": 128}
 WORKLOADS = {w.name: w for w in verify_workloads(scale=8)}
 
 
@@ -103,6 +104,8 @@ MORE = {
     "bhsd": Problem.dense(2, 200, 270, band=CAUSAL, layout="bhsd", deterministic=True, **D64),
     "70 segments": Problem.packed(tuple(1 + (7 * n) % 23 for n in range(70)), band=CAUSAL, **D64),
     "no keys at all": Problem.dense(1, 70, 0, **D64),
+    "two rounds": Problem.dense(2, 1000, 1000, band=CAUSAL, **MLA),
+    "two rounds packed": Problem.packed((3000, 0, 1, 1000), (2500, 70, 0, 1000), band=CAUSAL, **MLA),
 }
 
 

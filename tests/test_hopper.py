@@ -5,6 +5,7 @@ The device code itself is compiled and inspected in test_hopper_build.py, and ru
 
 import ast
 import itertools
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,12 @@ from hopper_emulator import emulate
 from support import CAUSAL, DEVICE, prove
 
 from undertow import dispatch
+from undertow.instruments.shapes import pick
 from undertow.kernels import hopper
 from undertow.kernels.hopper import build
 from undertow.kernels.hopper.geometry import REGISTERS, SHARED_BYTES, choose, launches
+from undertow.kernels.hopper.host import _band
+from undertow.mask import q_tiles
 from undertow.problem import Band, Problem
 from undertow.target import TARGETS
 
@@ -197,3 +201,106 @@ def test_the_search_that_left_the_row_is_red():
     assert bound in source
     with pytest.raises(AssertionError, match="of 70 segments"):
         warp(lanes_of(source.replace(bound, "lane * step < span")), Table([1] * 70), 69)
+
+
+DEVICE_CODE = {n: (Path(build.__file__).parent / f"{n}_device.py").read_text() for n in ("main", "pieces")}
+
+
+def decoder(geometry, blocks, source=DEVICE_CODE["main"]):
+    """The device code's own `_item` and `draw`, as a function of (table, work, ticket, heads)."""
+    trees = [ast.parse(text) for text in (source, DEVICE_CODE["pieces"])]
+    named = {x.name: x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+    for name in ("_item", "draw"):
+        named[name].decorator_list = []
+    fields = [x.target.id for x in named["Item"].body if isinstance(x, ast.AnnAssign)]
+    names = {"Int32": int, "const_expr": bool, "Item": namedtuple("Item", fields)}
+    names["cutlass"] = SimpleNamespace(min=min, max=max)
+    names["cute"] = SimpleNamespace(arch=SimpleNamespace(grid_dim=lambda: (blocks, 1, 1)))
+    names["segment_of"] = lambda table, tile: max(s for s in range(table.shape[1] - 1) if table[7, s] <= tile)
+    exec("\n".join(ast.unparse(named[name]) for name in ("draw", "_item")), names)
+
+    def decode(table, work, ticket, heads):
+        k = SimpleNamespace(tensor=SimpleNamespace(shape=(0, 0, heads, 0)))
+        return names["_item"](SimpleNamespace(geo=geometry), SimpleNamespace(table=table, k=k), work, ticket)
+
+    return decode
+
+
+def walked(item):
+    """Query tiles of an item in the order of `_produce`, for one head of a group."""
+    found, m = [], item.m_first
+    for _ in range(item.m_hi - item.m_lo):
+        found.append(m)
+        m += item.way
+        m = item.m_hi - 1 if m < item.m_lo else m
+    return found
+
+
+def walks(geometry, problem, decode, blocks):
+    """(item, query tiles as walked) of every ticket; each is every live query tile of its key tile, once."""
+    config = hopper.config(problem, replace(TARGETS["sm_90"], num_cus=blocks), "backward")
+    segments, heads = list(problem.segments), problem.nheads_kv
+    counts = [max(1, -(-sk // geometry.tile_kv)) for _, sk in segments]
+    firsts = [0, *itertools.accumulate(counts)]
+    shifts = [0 if problem.band.align == "top_left" else sk - sq for sq, sk in segments]
+    sizes = [[sq for sq, _ in segments], [sk for _, sk in segments]]
+    rows = [[0] * len(segments)] * 3 + [*sizes, sizes[1], [0] * len(segments), firsts, shifts]
+    table = torch.tensor([row + [0] * (len(segments) + 1 - len(row)) for row in rows])
+    columns = heads * (1 if problem.is_packed else problem.batch)
+    left, right = _band(problem)
+    work = SimpleNamespace(columns=columns, together=min(columns, config.switch("together")), left=left, right=right)
+    seen, found = set(), []
+    for ticket in range(firsts[-1] * heads):
+        item = SimpleNamespace(**{k: int(v) for k, v in decode(table, work, ticket, heads)._asdict().items()})
+        s = next(s for s in range(len(segments)) if (item.len_q, item.len_k) == segments[s])  # as long, as masked
+        j0 = item.n * geometry.tile_kv
+        live = q_tiles((j0, j0 + geometry.tile_kv), segments[s], problem.band, geometry.tile_q)
+        assert sorted(tiles := walked(item)) == list(live), (problem, ticket, item)
+        seen.add((item.b, item.head, item.n, ticket))
+        found.append((item, tiles))
+    assert len(seen) == firsts[-1] * heads
+    return found
+
+
+MANY = {"nheads_q": 32, "nheads_kv": 16, "head_dim_qk": 192, "head_dim_v": 128}
+WALKED = {
+    "causal": Problem.dense(2, 1000, 1000, band=CAUSAL, **MANY),
+    "more keys": Problem.dense(1, 500, 2100, band=CAUSAL, **MANY),
+    "more queries": Problem.dense(1, 2100, 1100, band=CAUSAL, **MANY),
+    "full": Problem.dense(1, 1000, 1100, **MANY),
+    "window": Problem.dense(1, 3000, 3000, band=Band(300, 0), **MANY),
+    "two-sided": Problem.dense(1, 3000, 2900, band=Band(700, 90), **MANY),
+    "packed": Problem.packed((3000, 0, 1, 1000), (2500, 70, 0, 1000), band=CAUSAL, **MANY),
+}
+
+
+@pytest.mark.parametrize("name", WALKED)
+@pytest.mark.parametrize("changes", [{}, {"turning": False}, {"reverse": True}, {"tile_q": 128}])
+def test_every_round_of_blocks_walks_every_live_tile_once(name, changes):
+    geometry = replace(choose(192, 128), **changes)
+    found = walks(geometry, WALKED[name], decoder(geometry, 132), 132)
+    ways = {item.way for item, tiles in found if tiles}
+    assert ways == ({-1, 1} if geometry.turning else {-1}) or WALKED[name].band.left is not None
+    assert -1 in ways
+
+
+def test_the_second_round_meets_where_the_first_ended():
+    """S1g: 132 blocks draw the longest items first; those of one time are within two query tiles of one another."""
+    (problem,) = (w.problem for w in pick(("S1g",)))
+    geometry = choose(192, 128)
+    found, free, at = walks(geometry, problem, decoder(geometry, 132), 132), [0] * 132, {}
+    for item, tiles in found:
+        block = min(range(132), key=free.__getitem__)
+        for step, tile in enumerate(tiles):
+            at.setdefault((free[block] + step, item.way), set()).add(tile)
+        free[block] += len(tiles)
+    assert all(max(tiles) - min(tiles) <= 2 for tiles in at.values())
+    assert {way for _, way in at} == {-1, 1}
+
+
+def test_a_walk_that_begins_at_the_wrong_end_is_red():
+    geometry, source = choose(192, 128), DEVICE_CODE["main"]
+    assert source.count("m_first, way = m_lo, Int32(1)") == 1
+    wrong = source.replace("m_first, way = m_lo, Int32(1)", "way = Int32(1)")
+    with pytest.raises(AssertionError):
+        walks(geometry, WALKED["causal"], decoder(geometry, 132, wrong), 132)
