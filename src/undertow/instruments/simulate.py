@@ -23,7 +23,10 @@ from .verify import Parity, compare
 DEFAULT = Options()
 FP32 = ("lse", "dlse", "delta", "dsink")
 GRADIENTS = ("dq", "dk", "dv")
-OUTPUTS = {"forward": ("out", "lse"), "dkdv": ("dk", "dv"), "dq": ("dq", "deltas.delta"), "round_dq": ("dq",), "delta": ("delta",)}
+OUTPUTS = {
+    "forward": ("out", "lse"), "dkdv": ("dk", "dv"), "dq": ("dq", "deltas.delta"), "round_dq": ("dq",),
+    "delta": ("delta",),
+}  # fmt: skip
 Tensors = dict[str, "torch.Tensor | None"]
 Reports = list[tuple[str, Report]]
 BUFFER_TYPES = {
