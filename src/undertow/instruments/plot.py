@@ -19,7 +19,8 @@ COLORS = {
     "flash_attn_4": "#4b0082", "aiter": "#00a3a3",
 }  # fmt: skip
 OTHER = "#444444"
-LADDER_COLUMNS = ("kernel", "step", "about", "ms", "TFLOP/s", "ratio", "by schedule", "clk/step", "by the walls", "GHz")
+LADDER_TEXTS = ("kernel", "step", "about")
+LADDER_COLUMNS = (*LADDER_TEXTS, "ms", "TFLOP/s", "ratio", "by schedule", "clk/step", "by the walls", "GHz")
 MIB = 1 << 20
 
 
@@ -100,7 +101,7 @@ def ladder_table(steps: tuple[Step, ...]) -> Table:
 
     grid = Table(title="ladder, each step against the one before", title_justify="left")
     for name in LADDER_COLUMNS:
-        grid.add_column(name, justify="left" if name in ("kernel", "step", "about") else "right")
+        grid.add_column(name, justify="left" if name in LADDER_TEXTS else "right")
     for step in steps:
         grid.add_row(*_ladder_cells(step))
     return grid
@@ -108,7 +109,8 @@ def ladder_table(steps: tuple[Step, ...]) -> Table:
 
 def ladder_markdown(steps: tuple[Step, ...]) -> str:
     """The ladder as a Markdown table."""
-    lines = [f"| {' | '.join(LADDER_COLUMNS)} |", "|---|---|---|" + "---:|" * (len(LADDER_COLUMNS) - 3)]
+    rule = "".join("---|" if name in LADDER_TEXTS else "---:|" for name in LADDER_COLUMNS)
+    lines = [f"| {' | '.join(LADDER_COLUMNS)} |", f"|{rule}"]
     return "\n".join([*lines, *(f"| {' | '.join(_ladder_cells(step))} |" for step in steps)]) + "\n"
 
 
