@@ -397,6 +397,15 @@ def test_tables_and_plot(measured, tmp_path):
     assert (tmp_path / "p.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize(("shapes", "twins", "lengths"), [(17, 17, [9, 8, 9, 8]), (19, 1, [7, 7, 5, 1]), (0, 0, [])])
+def test_a_plot_has_rows_of_shapes_and_below_them_of_twins(shapes, twins, lengths):
+    names = [f"S{i}" for i in range(shapes)]
+    mixed = [n for pair in zip(names, [f"{n}-det" for n in names], strict=True) for n in pair][: 2 * twins]
+    panels = plot._panels([*mixed, *names[twins:]])
+    assert [len(panel) for panel in panels] == lengths
+    assert [n for panel in panels for n in panel] == names + [f"{n}-det" for n in names[:twins]]
+
+
 # ---- peers that are not installed here
 
 

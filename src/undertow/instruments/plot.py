@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import record
 from .bench import Bench, Row
 from .ladder import Step
+from .shapes import base_name
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +23,9 @@ OTHER = "#444444"
 LADDER_TEXTS = ("kernel", "step", "about")
 LADDER_COLUMNS = (*LADDER_TEXTS, "ms", "TFLOP/s", "ratio", "by schedule", "clk/step", "by the walls", "GHz")
 MIB = 1 << 20
+PANEL = 9
+Figures = dict[tuple[str, str], float]
+"""TFLOP/s by shape and label."""
 
 
 def table(bench: Bench, *, every: bool = False) -> Table:
@@ -122,42 +126,62 @@ def _ladder_cells(step: Step) -> tuple[str, ...]:
 
 
 def plot(bench: Bench, path: Path | str, *, which: str = "backward", title: str = "", quote: bool = False) -> None:
-    """Grouped bars of TFLOP/s by shape; with `quote` also hatched bars of peers that were measured elsewhere."""
+    """Grouped bars of TFLOP/s by shape; with `quote` also hatched bars of peers that were measured elsewhere.
+
+    Deterministic twins stand in panels below those of their shapes, no more than `PANEL` shapes in one.
+    """
     from matplotlib.figure import Figure
 
-    rows = [r for r in bench.rows if r.which == which and r.status == "timed"]
-    names = list(dict.fromkeys(r.shape for r in bench.rows if r.which == which))
-    ours = list(dict.fromkeys(r.label for r in rows if not r.vendor))
-    peers = list(dict.fromkeys(r.label for r in rows if r.vendor))
-    measured = {(r.shape, r.label): r.tflops for r in rows}
-    bars: list[tuple[str, dict[tuple[str, str], float], bool]] = [(label, measured, False) for label in (*ours, *peers)]
-    if quote:
-        content = record.quoted()
-        elsewhere = {(s, p): v for s in names for p, v in _quoted(content, s, which).items() if p not in peers}
-        bars += [(label, elsewhere, True) for label in dict.fromkeys(p for _, p in elsewhere)]
-    figure = Figure(figsize=(max(6.0, 0.28 * len(names) * max(3, len(bars))), 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for i, (label, values, hatched) in enumerate(bars):
-        at = [x + (i - (len(bars) - 1) / 2) * 0.84 / len(bars) for x in range(len(names))]
-        heights = [values.get((shape, label), 0.0) for shape in names]
-        look = {"hatch": "///", "alpha": 0.45, "label": f"{label}, quoted"} if hatched else {"label": label}
-        axes.bar(at, heights, 0.8 / len(bars), color=COLORS.get(label, OTHER), edgecolor="white", linewidth=0, **look)
+    rows = [r for r in bench.rows if r.which == which]
+    names = list(dict.fromkeys(r.shape for r in rows))
+    measured = {(r.shape, r.label): r.tflops for r in sorted(rows, key=lambda r: r.vendor) if r.status == "timed"}
+    elsewhere = {(s, p): v for s in names for p, v in _quoted(record.quoted(), s, which).items()} if quote else {}
+    ran = {label for _, label in measured}
+    elsewhere = {(s, p): v for (s, p), v in elsewhere.items() if p not in ran}
     yard = {shape: tflops for shape, one, tflops in bench.yardsticks if one == which}
-    for x, shape in enumerate(names):
-        axes.hlines(yard.get(shape, 0.0), x - 0.46, x + 0.46, color="black", linewidth=0.8, linestyle=":",
-                    label=bench.yardstick if x == 0 else None)  # fmt: skip
-    _dress(axes, names, title or f"attention {which}, {bench.target.arch}")
+    panels = _panels(names)
+    size = max(6.0, 2.5 * max(map(len, panels), default=0)), 1.3 + 3.2 * max(1, len(panels))
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, shapes in zip(figure.subplots(len(panels), squeeze=False)[:, 0] if panels else (), panels, strict=True):
+        _bars(axes, shapes, measured, elsewhere)
+        for x, shape in enumerate(shapes):
+            axes.hlines(yard.get(shape, 0.0), x - 0.46, x + 0.46, color="black", linewidth=0.8, linestyle=":",
+                        label=bench.yardstick if x == 0 else None)  # fmt: skip
+        _dress(axes, shapes)
+    figure.suptitle(title or f"attention {which}, {bench.target.arch}", x=0.01, ha="left", fontsize=10)
+    named = {text: bar for axes in figure.axes for bar, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    columns = int(size[0] / 1.9)
+    figure.legend(named.values(), named.keys(), fontsize=7, ncols=columns, frameon=False, loc="outside lower left")
     figure.savefig(path, dpi=150)
 
 
-def _dress(axes: Any, names: list[str], title: str) -> None:
+def _panels(names: list[str]) -> list[list[str]]:
+    """The shapes, then the twins, each in rows of even length."""
+    found = []
+    for group in ([n for n in names if base_name(n) == n], [n for n in names if base_name(n) != n]):
+        length = -(-len(group) // max(1, -(-len(group) // PANEL)))
+        found += [group[i : i + length] for i in range(0, len(group), max(1, length))]
+    return found
+
+
+def _bars(axes: Any, shapes: list[str], measured: Figures, elsewhere: Figures) -> None:
+    """A bar a shape and label, as many to a shape as the panel has labels."""
+    kinds = [(values, hatched, label) for values, hatched in ((measured, False), (elsewhere, True))
+             for label in dict.fromkeys(p for s, p in values if s in shapes)]  # fmt: skip
+    for i, (values, hatched, label) in enumerate(kinds):
+        at = [x + (i - (len(kinds) - 1) / 2) * 0.84 / len(kinds) for x in range(len(shapes))]
+        heights = [values.get((shape, label), 0.0) for shape in shapes]
+        look = {"hatch": "///", "alpha": 0.45, "label": f"{label}, quoted"} if hatched else {"label": label}
+        axes.bar(at, heights, 0.8 / len(kinds), color=COLORS.get(label, OTHER), edgecolor="white", linewidth=0, **look)
+
+
+def _dress(axes: Any, names: list[str]) -> None:
     axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.5, len(names) - 0.5)
     axes.set_ylabel("TFLOP/s of useful work")
-    axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", linewidth=0.3)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=7, ncols=4, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.08))
 
 
 def _quoted(content: dict[str, Any], shape: str, which: str) -> dict[str, float]:
