@@ -56,8 +56,7 @@ counters: $(STAMP)
 support-table: $(STAMP)
 	$(BIN)/python tools/support_table.py README.md
 
-# After a run: cp DIR/record.json src/undertow/measured/h200.json; the one before becomes h200_earlier.json where it has
-# shapes that the new one lacks.
+# After a run of the whole table: cp DIR/record.json src/undertow/measured/h200.json
 bench-tables: $(STAMP)
 	$(BIN)/python tools/bench_tables.py --plots docs/bench.md
 

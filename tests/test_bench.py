@@ -693,7 +693,6 @@ def tables(monkeypatch, tmp_path):
 
     assert "bench_tables" in sys.modules
     monkeypatch.setattr(bench_tables, "RECORD", tmp_path / "r.json")
-    monkeypatch.setattr(bench_tables, "EARLIER", tmp_path / "earlier.json")
     return bench_tables
 
 
@@ -734,16 +733,47 @@ def test_the_tables_show_losses_beside_wins(measured, tables, tmp_path):
     assert (tmp_path / "bench_backward.png").exists()
 
 
-def test_shapes_that_only_an_earlier_run_has_are_said_to_be_its(measured, tables, tmp_path):
+def test_twins_have_a_table_of_their_own(measured, tables):
     found = hopper_run(measured)
-    first = replace(found, rows=tuple(r for r in found.rows if r.shape == "S1"))
-    record.save(first, record.provenance(first, "cpu", commit="abcdef0123"), tmp_path / "r.json")
-    assert "earlier" not in tables.tables()
-    record.save(found, record.provenance(found, "cpu", commit="0123abcdef"), tmp_path / "earlier.json")
-    text = tables.tables()
-    assert "are of an earlier run" in text and "commit 0123abc" in text
-    assert text.split("**")[1].startswith("S3") and "S1," not in text.split("**")[1]
-    assert [r for r in tables.loaded()[0].rows if r.shape == "S1"] == list(first.rows)
+    twins = tuple(replace(r, shape=f"{r.shape}-det") for r in found.rows if r.shape == "S1" and r.label != "flex")
+    both = tables.every_kernel(replace(found, rows=found.rows + twins), "backward")
+    assert both[0::2] == ["### Every kernel, backward", "### Every kernel, backward, deterministic"]
+    assert both[1].startswith("| shape | hopper | flex | triton | cudnn_frontend | sdpa_cudnn | matmul 512^3 float32 |")
+    assert both[3].startswith("| shape | hopper | triton | cudnn_frontend | matmul 512^3 float32 |")
+    assert "-det" not in both[1] and "| S1 |" not in both[3]
+    assert len(tables.every_kernel(found, "backward")) == 2
+
+
+def test_what_is_wanted_of_triton_is_counted(measured, tables):
+    found = hopper_run(measured)
+    assert tables.portable_table(found).endswith("is reached on 1 of 11 shapes. Bold: short of it.")
+    pairs = [(label, shape) for shape in tables.PORTABLE for label in ("triton", "flex")]
+    rows = tuple(replace(found.rows[0], label=label, shape=shape) for label, shape in pairs)
+    fast = tuple(replace(r, tflops=300.0 if r.label == "triton" else 100.0) for r in rows)
+    assert tables.portable_table(replace(found, rows=fast)).endswith("is reached on 11 of 11 shapes.")
+
+
+def test_cells_that_are_empty_say_why_in_few_lines(measured, tables):
+    row = replace(hopper_run(measured).rows[0], status="cannot", label="sdpa_flash", tflops=0.0)
+    rows = [replace(row, shape=shape, reason="packed; no order" if "d" in shape else "packed")
+            for shape in ("S2", "S2-det", "S3", "S3-det")]  # fmt: skip
+    rows += [replace(row, shape=shape, status="refused", reason="wrong dq") for shape in ("S1",)]
+    assert tables.absent(replace(measured, rows=tuple(rows)), "backward") == [
+        "Not run:", "* sdpa_flash, every deterministic twin: no order\n* sdpa_flash, all but S1: packed",
+    ]  # fmt: skip
+    assert tables.absent(replace(measured, rows=tuple(rows)), "forward") == []
+
+
+def test_shapes_are_gathered_in_few_words(tables):
+    every = ("S1", "S1-det", "S2", "S2-det", "S3", "S3-det", "S4", "S4-det")
+    for some, said in (
+        (every, "every shape"), (every[2:], "all but S1 and its twin"), (every[1::2], "every deterministic twin"),
+        ((*every[1::2], "S3"), "every deterministic twin, S3"), (every[2:6], "S2, S3 and their twins"),
+        (("S4", "S2", "S1-det", "S2-det"), "S2 and its twin, S1-det, S4"), (("S4",), "S4"),
+        (set(every) - {"S2-det"}, "all but S2-det"),
+    ):  # fmt: skip
+        assert tables.gathered(set(some), every) == said
+    assert tables.gathered({"S7"}, ("S7",)) == "S7"
 
 
 def test_without_a_record_the_tables_say_so(tables):

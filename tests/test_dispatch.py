@@ -113,13 +113,11 @@ def test_explain_orders_and_prices():
 
 
 @pytest.mark.parametrize("which", ["backward", "forward"])
-def test_of_two_shipped_runs_of_a_shape_the_last_decides(which):
-    found = []
-    for name in ("h200.json", "h200_earlier.json"):
-        entries = json.loads((files("undertow") / "measured" / name).read_text())["dispatch"]
-        found.append(next(e["ms"] for e in entries if (e["pass"], e["shape"]) == (which, "S1")))
+def test_the_shipped_run_of_a_shape_decides_for_it(which):
+    entries = json.loads((files("undertow") / "measured" / "h200.json").read_text())["dispatch"]
+    found = next(e["ms"] for e in entries if (e["pass"], e["shape"]) == (which, "S1"))
     dims = {"nheads_q": 16, "nheads_kv": 16, "head_dim_qk": 192, "head_dim_v": 128}
-    assert dispatch._times(Problem.dense(2, 8192, 8192, band=CAUSAL, **dims), SM90, which) == found[0] != found[1]
+    assert dispatch._times(Problem.dense(2, 8192, 8192, band=CAUSAL, **dims), SM90, which) == found
 
 
 def test_every_shipped_record_is_of_a_kernel_we_have():

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 from undertow.instruments import plot, record
 from undertow.instruments.bench import Bench, Row
-from undertow.instruments.shapes import ODD_DIMS
+from undertow.instruments.shapes import ODD_DIMS, base_name
 
 BEGIN, END = "<!-- bench tables: begin -->", "<!-- bench tables: end -->"
 RECORD = Path(__file__).parents[1] / "src" / "undertow" / "measured" / "h200.json"
-EARLIER = RECORD.with_name("h200_earlier.json")
-"""The run before, for shapes that the last one did not get to."""
 NONE = "No run of the bench is recorded yet; these tables are made from its record."
 QUOTED_YARDSTICK = 810.0
 """TFLOP/s of the 8192^3 bf16 matmul in the loop that the goals and the quoted peers come from."""
@@ -40,36 +37,31 @@ def tables() -> str:
     """All of them as Markdown, or that there is no record."""
     if not RECORD.is_file():
         return NONE
-    bench, source, more = loaded()
+    bench, source = record.load(RECORD)
     steps = record.load_ladder(RECORD)
     tree = "clean" if source.dirty is False else "dirty" if source.dirty else "not known to be clean"
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     parts = [
         f"{source.device}, driver {source.driver}, {versions}, {source.date[:10]}, "
         f"commit {source.commit[:7]} ({tree}). {source.how[0].upper()}{source.how[1:]}. TFLOP/s of useful work.",
-        *more, "### Hopper, against the best of each shape", hopper_table(bench),
+        "### Hopper, against the best of each shape", hopper_table(bench),
         "### Triton, against flex_attention", portable_table(bench),
     ]  # fmt: skip
     for which in dict.fromkeys(r.which for r in bench.rows):
-        parts += [f"### Every kernel, {which}", plot.markdown(bench, which).strip(), *absent(bench, which)]
+        parts += [*every_kernel(bench, which), *absent(bench, which)]
     if steps:
         parts += [f"### The ladder at {steps[0].row.shape}", plot.ladder_markdown(steps).strip()]
     return "\n\n".join(parts)
 
 
-def loaded() -> tuple[Bench, record.Provenance, list[str]]:
-    """The last run with, behind it, the shapes that only the run before has, its source, and a sentence about those."""
-    bench, source = record.load(RECORD)
-    if not EARLIER.is_file():
-        return bench, source, []
-    (older, before), have = record.load(EARLIER), {r.shape for r in bench.rows}
-    rows = tuple(r for r in older.rows if r.shape not in have)
-    if not rows:
-        return bench, source, []
-    names = ", ".join(dict.fromkeys(r.shape for r in rows))
-    said = f"**{names}** are of an earlier run, {before.date[:10]}, commit {before.commit[:7]}, and its kernels."
-    yards = tuple(y for y in older.yardsticks if y[0] not in have)
-    return replace(bench, rows=bench.rows + rows, yardsticks=bench.yardsticks + yards), source, [said]
+def every_kernel(bench: Bench, which: str) -> list[str]:
+    """The table of a pass; deterministic twins, which fewer kernels run, in one of their own."""
+    parts = []
+    for twins, said in ((False, ""), (True, ", deterministic")):
+        rows = tuple(r for r in bench.rows if r.which == which and _is_twin(r.shape) == twins)
+        if rows:
+            parts += [f"### Every kernel, {which}{said}", plot.markdown(replace(bench, rows=rows), which).strip()]
+    return parts
 
 
 def hopper_table(bench: Bench) -> str:
@@ -103,29 +95,58 @@ def hopper_table(bench: Bench) -> str:
 
 
 def portable_table(bench: Bench) -> str:
-    """A row a shape: the Triton kernels, flex in the same loop, flex as quoted."""
+    """A row a shape: the Triton kernels, flex in the same loop, flex as quoted; then whether they are fast enough."""
     lines = ["| shape | triton | of yardstick | flex | triton / flex | wanted | flex, quoted |",
              "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    reached = 0
     for shape, wanted in PORTABLE.items():
         rows = {r.label: r for r in _timed(bench, shape)}
         ours, flex = rows.get("triton"), rows.get("flex")
         ratio = ours.tflops / flex.tflops if ours and flex else None
         told = "" if ratio is None else f"{ratio:.2f}" if ratio >= wanted else f"**{ratio:.2f}**"
+        reached += ratio is not None and ratio >= wanted
         quoted = next((v for peer, v in _quotes(shape) if peer == "flex"), None)
         cells = [f"{ours.tflops:.1f}" if ours else "", f"{ours.of_yardstick:.1%}" if ours else "",
                  f"{flex.tflops:.1f}" if flex else "", told, f"{wanted}", f"{quoted:g}" if quoted else ""]  # fmt: skip
         lines.append(f"| {shape} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n\nBold: short of what is wanted."
+    short = " Bold: short of it." if reached < len(PORTABLE) else ""
+    return "\n".join(lines) + f"\n\nWhat is wanted is reached on {reached} of {len(PORTABLE)} shapes.{short}"
 
 
 def absent(bench: Bench, which: str) -> list[str]:
-    """Why cells are empty, a line a kernel and reason."""
-    rows = sorted((r.label, r.reason, r.shape) for r in bench.rows if r.which == which and r.status == "cannot")
-    lines = [
-        f"* {label}, {', '.join(shape for *_, shape in group)}: {reason}"
-        for (label, reason), group in groupby(rows, lambda row: row[:2])
-    ]
+    """Why cells are empty, a line a kernel and limit; a shape outside several limits is in several lines."""
+    rows = [r for r in bench.rows if r.which == which]
+    shapes = tuple(dict.fromkeys(r.shape for r in rows))
+    found: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        for reason in row.reason.split("; ") if row.status == "cannot" else ():
+            found.setdefault((row.label, reason), set()).add(row.shape)
+    lines = [f"* {label}, {gathered(found[label, reason], shapes)}: {reason}" for label, reason in sorted(found)]
     return ["Not run:", "\n".join(lines)] if lines else []
+
+
+def gathered(some: set[str], every: tuple[str, ...]) -> str:
+    """The names of `some` of the shapes, in few words: all, all but a few, or those; a twin behind its shape."""
+    missing = set(every) - some
+    if not missing and len(every) > 1:
+        return "every shape"
+    return f"all but {_listed(missing, every)}" if 0 < 3 * len(missing) <= len(some) else _listed(some, every)
+
+
+def _listed(some: set[str], every: tuple[str, ...]) -> str:
+    """In the order of `every`; "every twin" and the rest, or pairs first, as "S1, S2 and their twins"."""
+    twins = {name for name in every if _is_twin(name)}
+    if len(twins) > 1 and twins <= some:
+        return ", ".join(["every deterministic twin", *(name for name in every if name in some - twins)])
+    both = {base_name(name) for name in some & twins} & some
+    pairs = [name for name in every if name in both]
+    rest = [name for name in every if name in some and base_name(name) not in both]
+    told = f"{', '.join(pairs)} and {'its twin' if len(pairs) == 1 else 'their twins'}" if pairs else ""
+    return ", ".join([*([told] if told else []), *rest])
+
+
+def _is_twin(shape: str) -> bool:
+    return base_name(shape) != shape
 
 
 def _timed(bench: Bench, shape: str) -> list[Row]:

@@ -130,10 +130,7 @@ def records() -> tuple[dict[str, Any], ...]:
 
 
 def _times(problem: Problem, target: Target, which: str) -> dict[str, float]:
-    """Milliseconds by kernel of the nearest record of this arch and pass, or nothing when none is near.
-
-    Of equally near ones the first by file name: that of h200.json before that of h200_earlier.json.
-    """
+    """Milliseconds by kernel of the nearest record of this arch and pass, or nothing when none is near."""
     entries = [e for e in records() if e["arch"] == target.arch and e["pass"] == which]
     near = min(entries, key=lambda e: _distance(problem, e["problem"]), default=None)
     return near["ms"] if near is not None and _distance(problem, near["problem"]) <= NEAR else {}

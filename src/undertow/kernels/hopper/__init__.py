@@ -36,9 +36,11 @@ def _better_apart(problem: Problem, fused: Geometry) -> bool:
 
     Milliseconds fused : apart, 2026-11-30, torch 2.11.0+cu130, single calls with pauses between. Few keys a query,
     where zeroing and rounding dQ weigh most: X2 0.662 : 0.550, S6 0.837 : 0.728, S2 1.209 : 1.135. Steps too short to
-    hide dQ's way out: 112/112 1.414 : 1.253, S5 9.83 : 9.67, S3 4.96 : 4.93. Elsewhere little parts them, S1 3.078 :
-    3.081, S10 1.358 : 1.379, S4 0.882 : 0.859, S8 1.124 : 1.080, until the chip is at its power limit, where fewer
-    products win: back to back for a second, S1 3.52 : 3.65, S10 1.54 : 1.61, S4 0.897 : 0.931, S8 1.20 : 1.23.
+    hide dQ's way out: 112/112 1.414 : 1.253, S5 9.83 : 9.67, S3 4.96 : 4.93. Elsewhere, in the bench's record by shape
+    and deterministic twin, little parts most: S1 3.027 : 3.029, S1g 2.997 : 2.991, S10 1.362 : 1.356, d40 0.881 :
+    0.878, d48 0.814 : 0.814, d80 1.023 : 1.021; S4 0.885 : 0.865, S8 1.137 : 1.086, d72 1.189 : 1.258. That is until
+    the chip is at its power limit, where fewer products win: back to back for a second, S1 3.52 : 3.65, S10 1.54 :
+    1.61, S4 0.897 : 0.931, S8 1.20 : 1.23.
     """
     sq, sk = problem.total_q // problem.batch, problem.total_k // problem.batch
     lo, hi = k_range((sq // 2, sq // 2 + 1), sq, sk, problem.band)  # the middle query of a segment of mean lengths
