@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hopper_emulator import emulate
-from support import CAUSAL, DEVICE, prove
+from support import CAUSAL, DEVICE, call, make, prove, same
 
-from undertow import dispatch
+from undertow import attention_backward, dispatch
 from undertow.instruments.shapes import pick
 from undertow.kernels import hopper
 from undertow.kernels.hopper import build
@@ -129,6 +129,29 @@ def test_a_contiguous_tensor_off_16_bytes_is_copied(layout, shape):
     got = _tma(off, layout)
     assert got.data_ptr() % 16 == 0 and all(s and s % 8 == 0 for s in got.stride()[:-1])
     assert torch.equal(got.flatten(), off.flatten()) or layout == "bhsd"
+
+
+@pytest.mark.parametrize("row, unit, heads", [(72, 8, 2), (76, 4, 2), (74, 2, 2), (73, 1, 2), (72, 8, 1), (73, 1, 1)])
+def test_rows_that_are_multiples_of_16_bytes_or_not(row, unit, heads):
+    """out, dout and dq with gaps between rows: the same bits, whatever unit the side kernels count strides in."""
+    from undertow.kernels.hopper.host import _in_units
+
+    fields = {"nheads_q": heads, "nheads_kv": heads, "head_dim_qk": 72, "head_dim_v": 72, "band": CAUSAL}
+    problem = Problem.dense(heads, 70, 70, **fields)
+    tensors = make(problem)
+    want = call(problem, tensors, "hopper")
+
+    def spread(x):
+        strides = [s if n > 1 else 3 for n, s in zip(x.shape, x.new_empty(*x.shape[:-1], row).stride(), strict=True)]
+        return torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
+
+    dout, out, dq = (spread(x) for x in (tensors["dout"], want["out"], torch.full_like(want["dq"], float("nan"))))
+    assert _in_units(problem, dout, dq)[1] == unit
+    got = attention_backward(
+        dout, *(tensors[n] for n in "qkv"), out, want["lse"], causal=True, dq=dq, kernel="hopper"
+    )  # fmt: skip
+    assert got.dq is dq
+    same(got._asdict(), want, ("dq", "dk", "dv"))
 
 
 def test_sides_of_a_band_fit_the_kernels_arithmetic():

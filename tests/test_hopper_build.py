@@ -1,6 +1,7 @@
 """The Hopper kernel as machine code: what the assembler made of it, and the ways to have it. No GPU is needed."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -152,6 +153,75 @@ def test_what_dispatch_may_choose_is_built(group, form, deterministic):
         assert not missing, problem
 
 
+# ---------------------------------------------------------------- the side kernels
+SIDE = """
+import json, re, sys
+from collections import Counter
+import torch
+from undertow.kernels import alloc, hopper, watch
+from undertow.kernels.hopper import echo, host
+from undertow.kernels.triton import offline
+from undertow.kernels.triton.host import Launch
+from undertow.layout import shapes
+from undertow.problem import Band, Problem
+from undertow.target import TARGETS
+
+class Compile:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **meta: offline.compile_launch(Launch("", self.kernel, *grid, args, meta), target)
+
+target = TARGETS["sm_90"]
+host.prepare_kernel, host.finish_kernel = Compile(host.prepare_kernel), Compile(host.finish_kernel)
+for dim, row in json.loads(sys.argv[1]):
+    dims = {"nheads_q": 16, "nheads_kv": 16, "head_dim_qk": dim, "head_dim_v": dim}
+    problem = Problem.dense(4, 4096, 4096, band=Band(None, 0), **dims)
+    config = hopper.config(problem, target, "backward")
+    tensors = {n: offline._placeholder(problem, n, shape) for n, shape in shapes(problem).items()}
+    tensors |= {n: tensors[n].new_empty(4, 4096, 16, row)[..., :dim] for n in ("out", "dout", "dq")}
+    scratch = alloc.scratch(hopper.plan_workspace(problem, config), torch.device("meta"))
+    common = (problem, config.switch("geometry"), tensors, scratch, host._segments(problem, tensors))
+    with watch.watch() as seen:
+        host._prepare(*common)
+        host._finish(*common)
+    for stage, compiled in seen.launches:
+        widths = Counter(re.findall(r"\\b((?:ld|st)[.]global[.][.a-z0-9]+)", compiled.asm["ptx"]))
+        have, wanted = watch.figures(compiled), dict(echo._wanted(problem, config))[stage]
+        print(json.dumps([stage, dim, row, widths, [n for n, value in wanted.items() if have[n] != value]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def side():
+    """(global accesses in PTX by width, what differs from what was resolved) by stage, head dim, elements a row."""
+    cases = json.dumps([(72, 72), (40, 40), (80, 80), (72, 76), (72, 73)])
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SIDE, cases], capture_output=True, text=True, env=compiled)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {tuple(key): (widths, wrong) for *key, widths, wrong in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("dim", [72, 40, 80])
+def test_side_kernels_move_16_bytes_at_a_time(side, dim):
+    """out, dout, dq and dq_acc. What `prepare` moves 4 bytes at a time are LSE, stats and the table."""
+    prepare, wrong = side["prepare", dim, dim]
+    rows, lanes = choose(dim, dim).tile_q, 1 << (dim - 1).bit_length()
+    assert prepare["ld.global.v4.b32"] == 2 * rows * lanes // (8 * 128) and wrong == []
+    assert set(prepare) == {"ld.global.v4.b32", "st.global.v4.b32", "ld.global.b32", "st.global.b32"}
+    finish, wrong = side["finish", dim, dim]
+    assert set(finish) == {"ld.global.v4.b32", "st.global.v4.b32"} and wrong == []
+
+
+@pytest.mark.parametrize("row, width", [(76, "v2.b32"), (73, "b16")])
+def test_side_kernels_move_what_the_strides_admit(side, row, width):
+    for stage, access in (("prepare", "ld"), ("finish", "st")):
+        widths, wrong = side[stage, 72, row]
+        assert f"{access}.global.{width}" in widths and wrong == ["UNIT"]
+        assert stage == "prepare" or "st.global.v4.b32" not in widths
+
+
 # ---------------------------------------------------------------- what ran is what was resolved
 @pytest.fixture(scope="module", params=[False, True], ids=["fused", "deterministic"])
 def ran(request):
@@ -173,9 +243,7 @@ def ran(request):
 
 def fake_entry(geometry, kind="main"):
     """The kernel's own name and machine code; it launches nothing."""
-    return build.Entry(
-        build.object_name(geometry, kind), lambda *a: None, lambda: build.compiled(geometry, kind).cubin
-    )
+    return build.Entry(build.object_name(geometry, kind), lambda *a: None, lambda: build.compiled(geometry, kind).cubin)
 
 
 def compiled_like(figures):

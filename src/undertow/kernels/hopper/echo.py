@@ -43,16 +43,17 @@ def built(problem: Problem, config: Config, seen: list[tuple[str, Any]]) -> Buil
 
 
 def _wanted(problem: Problem, config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(stage, figures) of every launch in order."""
+    """(stage, figures) of every launch in order; UNIT is that of contiguous tensors, head dims being multiples of 8."""
     g: Geometry = config.switch("geometry")
     yield "prepare", {
         "TILE_Q": g.tile_q, "TILE_KV": g.tile_kv, "TILE_ELEMENTS": g.tile_q * g.d_qk,
         "HEAD_DIM_V": problem.head_dim_v, "TOP_LEFT": problem.band.align == "top_left",
+        "UNIT": 8,
     }  # fmt: skip
     for kind, own in launches(g) if problem.total_q and problem.total_k else ():
         yield kind, _resolved(problem, config, kind, own)
     if g.dq:
-        yield "finish", {"HEAD_DIM_QK": problem.head_dim_qk, "D_QK": g.d_qk, "TILE_Q": g.tile_q}
+        yield "finish", {"HEAD_DIM_QK": problem.head_dim_qk, "D_QK": g.d_qk, "TILE_Q": g.tile_q, "UNIT": 8}
 
 
 def _resolved(problem: Problem, config: Config, kind: str, own: Geometry) -> dict[str, Any]:

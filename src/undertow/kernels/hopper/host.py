@@ -78,13 +78,14 @@ def _prepare(problem: Problem, geometry: Geometry, tensors: Tensors, scratch: Te
     tiles, blocks = query_tiles(problem, geometry), -(-(problem.batch + 1) // CHUNK)
     side = lse_axes(problem)
     rows = None if (r := scratch.get("dsink_rows")) is None else view(r, "hs" if problem.is_packed else "hbs")
-    axes = {"out": AXES[problem.layout], "dout": AXES[problem.layout], "lse": side, "dlse": side, "delta": side}
-    views: list[View | None] = [None if tensors[n] is None else view(tensors[n], axes[n]) for n in axes]
+    views, unit = _in_units(problem, tensors["out"], tensors["dout"])
+    scalars = [None if tensors[n] is None else view(tensors[n], side) for n in ("lse", "dlse", "delta")]
     compiled = prepare_kernel[(blocks + tiles * problem.nheads_q,)](
-        *views, tensors["sink"], scratch["stats"], scratch.get("dq_acc"), rows, scratch["tables"], scratch["counters"],
-        segments, *_band(problem), tiles, blocks, HEAD_DIM_V=problem.head_dim_v,
+        *views, *scalars, tensors["sink"], scratch["stats"], scratch.get("dq_acc"), rows, scratch["tables"],
+        scratch["counters"], segments, *_band(problem), tiles, blocks, HEAD_DIM_V=problem.head_dim_v,
         BLOCK_V=1 << math.ceil(math.log2(problem.head_dim_v)), TILE_Q=geometry.tile_q, TILE_KV=geometry.tile_kv,
         TILE_ELEMENTS=geometry.tile_q * geometry.d_qk, TOP_LEFT=problem.band.align == "top_left", CHUNK=CHUNK,
+        UNIT=unit,
     )  # fmt: skip
     watch.launched("prepare", compiled)
 
@@ -93,11 +94,23 @@ def _finish(problem: Problem, geometry: Geometry, tensors: Tensors, scratch: Ten
     tiles = query_tiles(problem, geometry)
     columns = geometry.d_qk * geometry.tile_q // 128
     lanes = next(n for n in (8, 4, 2, 1) if columns % (8 * n) == 0)
+    (dq,), unit = _in_units(problem, tensors["dq"])
     compiled = finish_kernel[(tiles * problem.nheads_q,)](
-        scratch["dq_acc"], view(tensors["dq"], AXES[problem.layout]), segments, problem.scale, tiles,
-        HEAD_DIM_QK=problem.head_dim_qk, D_QK=geometry.d_qk, TILE_Q=geometry.tile_q, LANES=lanes,
+        scratch["dq_acc"], dq, segments, problem.scale, tiles,
+        HEAD_DIM_QK=problem.head_dim_qk, D_QK=geometry.d_qk, TILE_Q=geometry.tile_q, LANES=lanes, UNIT=unit,
     )  # fmt: skip
     watch.launched("finish", compiled)
+
+
+def _in_units(problem: Problem, *tensors: Tensor) -> tuple[list[View], int]:
+    """Views with strides in units of up to 8 elements (16 bytes), and how many elements a unit is.
+
+    Of a stride in elements Triton learns only whether it is a multiple of 16: rows of 72 would go 2 bytes at a time.
+    A base off 16 bytes it sees itself. A dimension of size 1 may have any stride: nothing lies along it.
+    """
+    unit = math.gcd(8, *(s for x in tensors for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1))
+    views = (view(x, AXES[problem.layout]) for x in tensors)
+    return [View(ptr, *(stride // unit for stride in strides)) for ptr, *strides in views], unit
 
 
 def _bshd(tensor: Tensor, layout: str) -> Tensor:

@@ -82,9 +82,10 @@ def find(seg, t, TILE_Q: tl.constexpr):
 
 
 @triton.jit
-def address(x, b, h, row):
-    """Pointer to a token row of batch b, head h, in 64 bits."""
-    return x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h + row.to(tl.int64) * x.stride_s
+def address(x, b, h, row, UNIT: tl.constexpr = 1):
+    """Pointer to a token row of batch b, head h, in 64 bits. The strides of x count UNIT elements."""
+    offset = b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h + row.to(tl.int64) * x.stride_s
+    return x.ptr + offset * UNIT
 
 
 @triton.jit
@@ -146,12 +147,13 @@ def write_table(seg, table, block, TILE_Q: tl.constexpr, ROWS: tl.constexpr, TOP
 @triton.jit
 def prepare_kernel(out, dout, lse, dlse, given, sink, stats, dq_acc, dsink_rows, tables, counters, seg, left, right,
                    tiles, blocks, HEAD_DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, TILE_Q: tl.constexpr,
-                   TILE_KV: tl.constexpr, TILE_ELEMENTS: tl.constexpr, TOP_LEFT: tl.constexpr,
-                   CHUNK: tl.constexpr):  # fmt: skip
+                   TILE_KV: tl.constexpr, TILE_ELEMENTS: tl.constexpr, TOP_LEFT: tl.constexpr, CHUNK: tl.constexpr,
+                   UNIT: tl.constexpr):  # fmt: skip
     """LSE in base 2 and D of one query tile and head, its dQ accumulator zeroed; the first programs write the table.
 
     D = rowsum(dO * O) (or `given`) - dLSE. A row that sees no key gets LSE = +inf and D = 0, so that its P is 0.
     `tables` holds the table of key tiles and, where dq_acc is None, that of query tiles of TILE_KV rows.
+    The strides of out and dout count UNIT elements (see address).
     Grid: blocks + tiles * nheads_q. Writes stats (fp32 [nheads_q, tiles, 2, TILE_Q]), dq_acc, dsink_rows, tables,
     counters.
     """
@@ -166,7 +168,7 @@ def prepare_kernel(out, dout, lse, dlse, given, sink, stats, dq_acc, dsink_rows,
         t, h = (pid - blocks) % tiles, (pid - blocks) // tiles
         at = find(seg, t, TILE_Q)
         if at.m * TILE_Q < at.len_q:
-            slot = (h.to(tl.int64) * tiles + t)
+            slot = h.to(tl.int64) * tiles + t
             r = tl.arange(0, TILE_Q)
             i = at.m * TILE_Q + r  # [M]
             live = i < at.len_q
@@ -178,9 +180,9 @@ def prepare_kernel(out, dout, lse, dlse, given, sink, stats, dq_acc, dsink_rows,
             if given is None:
                 c = tl.arange(0, BLOCK_V)
                 keep = sees[:, None] & (c < HEAD_DIM_V)[None, :]
-                at_o, at_do = address(out, at.b, h, at.row), address(dout, at.b, h, at.row)
-                o = tl.load(at_o + r[:, None] * out.stride_s + c[None, :], mask=keep, other=0.0)  # [M, DV]
-                do = tl.load(at_do + r[:, None] * dout.stride_s + c[None, :], mask=keep, other=0.0)  # [M, DV]
+                at_o, at_do = address(out, at.b, h, at.row, UNIT), address(dout, at.b, h, at.row, UNIT)
+                o = tl.load(at_o + r[:, None] * out.stride_s * UNIT + c[None, :], mask=keep, other=0.0)  # [M, DV]
+                do = tl.load(at_do + r[:, None] * dout.stride_s * UNIT + c[None, :], mask=keep, other=0.0)  # [M, DV]
                 d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
             else:
                 d = tl.load(address(given, at.b, h, at.row) + r * given.stride_s, mask=sees, other=0.0)  # [M]
@@ -203,12 +205,13 @@ def prepare_kernel(out, dout, lse, dlse, given, sink, stats, dq_acc, dsink_rows,
 
 @triton.jit
 def finish_kernel(dq_acc, dq, seg, scale, tiles, HEAD_DIM_QK: tl.constexpr, D_QK: tl.constexpr,
-                  TILE_Q: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+                  TILE_Q: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """dq = scale * dq_acc, rounded once; rows between segments become zero.
 
     dq_acc holds a tile as the wgmma accumulators of two warpgroups (PTX ISA, wgmma.m64nNk16 matrix D), which share the
     columns of 64 rows or own 64 of 128 rows: [8 columns][warp][row % 8][column pair][row half][2].
-    Grid: tiles * nheads_q. Writes every row of dq. LANES is how many groups of 8 columns are turned at a time.
+    Grid: tiles * nheads_q. Writes every row of dq. LANES is how many groups of 8 columns are turned at a time. The
+    strides of dq count UNIT elements (see address).
     """
     pid = tl.program_id(0)
     t, h = pid % tiles, pid // tiles
@@ -221,7 +224,7 @@ def finish_kernel(dq_acc, dq, seg, scale, tiles, HEAD_DIM_QK: tl.constexpr, D_QK
         for g in range(2):
             rows = r + g * 64 * (HALVES - 1)
             i = at.m * TILE_Q + rows
-            line = address(dq, at.b, h, at.row) + rows[:, None] * dq.stride_s
+            line = address(dq, at.b, h, at.row, UNIT) + rows[:, None] * dq.stride_s * UNIT
             for j in range(0, COLUMNS, 8 * LANES):
                 value = tl.load(base + g * 64 * COLUMNS + j * 64 + x)
                 value = tl.reshape(value, (LANES, 4, 8, 4, 2, 2))
