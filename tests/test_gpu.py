@@ -35,7 +35,7 @@ def kernel(request):
 @pytest.fixture(autouse=True)
 def fused(monkeypatch):
     """Hopper's fused kernel wherever there is one: calls as short as here would all take the plan apart."""
-    monkeypatch.setattr(hopper, "_better_apart", lambda problem, geometry: False)
+    monkeypatch.setattr(hopper, "_better_apart", lambda problem: False)
 
 
 def able(problem, kernel):

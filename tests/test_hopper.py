@@ -38,7 +38,7 @@ def _emulated(monkeypatch):
         hopper.KERNEL, archs=frozenset({"cpu"}), config=lambda p, t, w: hopper.config(p, target, w),
         limits=hopper.LIMITS[:-1],
     )  # fmt: skip
-    monkeypatch.setattr(hopper, "_better_apart", lambda problem, fused: False)  # as dispatch does for long segments
+    monkeypatch.setattr(hopper, "_better_apart", lambda problem: False)  # as dispatch does for long segments
     monkeypatch.setattr(build, "entry", emulate)
     monkeypatch.setattr(dispatch, "BY_NAME", (*dispatch.BY_NAME, kernel))
     monkeypatch.setattr(dispatch, "KERNELS", tuple(k for k in dispatch.KERNELS if k.name != "hopper"))

@@ -288,7 +288,7 @@ def test_planted_differences_are_named(ran, monkeypatch):
         return [seen[0], ("main", (replace(entry, **fields), blocks)), *seen[2:]]
 
     assert "main has tile_q 128, wanted 64" in differences(changed(config, geometry=replace(geometry, tile_q=64)))
-    other = differences(changed(config, geometry=replace(geometry, early=3)))
+    other = differences(changed(config, geometry=replace(geometry, late=False)))
     assert other[0].startswith("main has build ")
     assert "main has blocks 6, wanted 2" in differences(changed(config, blocks=2))
     assert "main has threads 384, wanted 256" in differences(replace(config, num_warps=8))

@@ -61,7 +61,7 @@ def call(shapes: list[str]) -> None:
     honest = hopper._better_apart
     for shape in shapes:
         name, _, plan = shape.partition(":")
-        hopper._better_apart = (lambda *_, plan=plan: plan == "apart") if plan else honest
+        hopper._better_apart = (lambda _, plan=plan: plan == "apart") if plan else honest
         problem = known[name]
         for kind, geometry in hopper.launches(hopper._geometry(problem)):
             parts = [n for n in ("dq", "dk", "dv") if getattr(geometry, n)]

@@ -20,7 +20,7 @@ FEW_KEYS = 1536
 def _geometry(problem: Problem) -> Geometry | None:
     fused = choose(problem.head_dim_qk, problem.head_dim_v, problem.dtype)
     apart = choose(problem.head_dim_qk, problem.head_dim_v, problem.dtype, dq=False)
-    return fused if fused and not problem.deterministic and not _better_apart(problem, fused) else apart
+    return fused if fused and not problem.deterministic and not _better_apart(problem) else apart
 
 
 def _missing(problem: Problem) -> str:
@@ -31,20 +31,16 @@ def _missing(problem: Problem) -> str:
     return next((why for kind, g in launches(geometry) if (why := available(g, kind))), "") if geometry else ""
 
 
-def _better_apart(problem: Problem, fused: Geometry) -> bool:
-    """Whether two kernels of seven GEMMs beat one of five with an fp32 dQ, as timed on an H200 (docs/hopper.md).
+def _better_apart(problem: Problem) -> bool:
+    """Whether a query sees so few keys that two kernels of seven GEMMs beat one of five with an fp32 dQ.
 
-    Milliseconds fused : apart, 2026-11-30, torch 2.11.0+cu130, single calls with pauses between. Few keys a query,
-    where zeroing and rounding dQ weigh most: X2 0.662 : 0.550, S6 0.837 : 0.728, S2 1.209 : 1.135. Steps too short to
-    hide dQ's way out: 112/112 1.414 : 1.253, S5 9.83 : 9.67, S3 4.96 : 4.93. Elsewhere, in the bench's record by shape
-    and deterministic twin, little parts most: S1 3.027 : 3.029, S1g 2.997 : 2.991, S10 1.362 : 1.356, d40 0.881 :
-    0.878, d48 0.814 : 0.814, d80 1.023 : 1.021; S4 0.885 : 0.865, S8 1.137 : 1.086, d72 1.189 : 1.258. That is until
-    the chip is at its power limit, where fewer products win: back to back for a second, S1 3.52 : 3.65, S10 1.54 :
-    1.61, S4 0.897 : 0.931, S8 1.20 : 1.23.
+    Zeroing and rounding dQ then weigh most. Milliseconds fused : apart on an H200, 2026-11-30, torch 2.11.0+cu130,
+    median of 9 single calls: S2 1.162 : 1.125, S6 0.741 : 0.712. For the other shapes the bench's record has both, as
+    a shape and its deterministic twin.
     """
     sq, sk = problem.total_q // problem.batch, problem.total_k // problem.batch
     lo, hi = k_range((sq // 2, sq // 2 + 1), sq, sk, problem.band)  # the middle query of a segment of mean lengths
-    return hi - lo < FEW_KEYS or (fused.tile_q == 64 and fused.d_qk + fused.d_v <= 256)
+    return hi - lo < FEW_KEYS
 
 
 LIMITS = (

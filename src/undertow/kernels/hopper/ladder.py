@@ -22,14 +22,14 @@ def ladder(problem: Problem, target: Target) -> tuple[tuple[str, str, Config], .
     fused, apart = choose(*dims), choose(*dims, dq=False)
     rungs = []
     if fused:
-        plain = replace(fused, early=fused.tile_q // 16, do_stages=1, turning=False)
+        plain = replace(fused, late=False, do_stages=1, turning=False)
         ring = replace(plain, do_stages=fused.do_stages)
         rungs = [
             ("last first", "last key tiles first", replace(plain, reverse=True), ALL),
             ("plain", "all heads in flight, first key tiles first, the longest; one stage of dO", plain, ALL),
             ("heads", "as few heads in flight as give every block two key tiles", plain, 0),
             ("ring", "the tuned depth of the ring of dO", ring, 0),
-            ("early", "part of dK beside the next exponentials", replace(ring, early=fused.early), 0),
+            ("late", "dQ handed to the copy engine once the next products are issued", replace(ring, late=True), 0),
             ("turning", "every other round of blocks walks upward: the tuned kernel", fused, 0),
         ]
     rungs.append(("apart", "dQ in a kernel of its own: no sums in memory, seven products for five", apart, 0))

@@ -3,8 +3,8 @@
 A block is a producer warp and two warpgroups of consumers. Warpgroup g owns rows 64 g on of the key tile and works on
 transposed scores, so that P^T is the register operand of dV. What runs beside what, in one step:
 
-    tensor cores   dP^T  dV        | dQ  dK (first part)   | S^T of the next tile  dK (rest) |
-    other units          dS^T, its way to shared memory | dQ on its way out | next P^T = exp2 |
+    tensor cores   dP^T  dV                             | dQ | S^T of the next tile  dK  |
+    other units          dS^T, its way to shared memory |    | dQ's way out  next P^T = exp2 |
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from .pieces_device import (
     make_rings,
     narrow,
     operand_shape,
-    own,
     part_a,
     prefetch,
     ring_layout,
@@ -362,22 +361,23 @@ class Backward:
                                 chain_rs(mmas.dv, acc_dv, p, f_dot, do_stage)
                                 warpgroup.commit_group()
                             warpgroup.wait_group(1 if geo.dv else 0)
-                            self._ds(acc_dp, p, ds, shared, stage)
+                            self._ds(acc_dp, acc_s if geo.keeps_p else p, ds, shared, stage)
                             if const_expr(geo.dq):
                                 self._share(g, first + t, ds, shared, mmas, store)
-                            warpgroup.wait_group(0)  # with dV in flight beside dQ and dK, ptxas would serialise
+                            warpgroup.wait_group(0)  # with dV in flight beside dQ, ptxas would serialise
                             arrive(s_do.empty + do_stage)
                         if const_expr(geo.dq):
                             acc_dq = self._accumulator(mmas.dq, (geo.tile_q, geo.d_qk))
                             warpgroup.fence()
                             chain(mmas.dq, acc_dq, f_ds, f_kt, 0)
                             warpgroup.commit_group()
-                            chain_part(mmas.dk, acc_dk, f_dst, f_qt, stage, 0, geo.early)
-                            warpgroup.commit_group()
-                            warpgroup.wait_group(1)
+                            self._await_room(g, t)
+                            warpgroup.wait_group(0)
                             cute.arch.barrier_arrive(barrier_id=DS_FREE + 1 - g, number_of_threads=CONSUMERS)
-                            self._add_dq(g, t, tile, acc_dq, dq_acc, shared)
-                        here = stage
+                            self._stage_dq(g, t, acc_dq, shared)
+                            if const_expr(not geo.late):
+                                self._add_dq(g, t, tile, dq_acc, shared)
+                        here, this_tile = stage, tile
                         stage, phase = following(stage, phase, geo.q_stages)
                         h += 1
                         tile += row_tiles
@@ -390,17 +390,20 @@ class Backward:
                                 tile += item.m_hi - item.m_lo
                         if step + 1 < steps:
                             wait_rows(s_q, stage, phase, item.len_q - m * geo.tile_q, first + t)
-                        acc_s = self._scores(mmas)  # behind the last step nobody reads it; a branch would serialise
+                        if const_expr(not geo.keeps_p):
+                            acc_s = self._scores(mmas)
                         warpgroup.fence()
-                        chain(mmas.s, acc_s, f_k, f_q, stage)
+                        chain(mmas.s, acc_s, f_k, f_q, stage)  # behind the last step unread; a branch would serialise
                         warpgroup.commit_group()
                         if const_expr(geo.dq):
-                            chain_part(mmas.dk, acc_dk, f_dst, f_qt, here, geo.early, geo.tile_q // 16)
+                            chain(mmas.dk, acc_dk, f_dst, f_qt, here, more=True)
                         elif const_expr(geo.dk):
                             chain_rs(mmas.dk, acc_dk, ds, f_qt, here)
                         else:
                             chain_rs(mmas.dv, acc_dv, p, f_dot, do_stage)
                         warpgroup.commit_group()
+                        if const_expr(geo.dq and geo.late):
+                            self._add_dq(g, t, this_tile, dq_acc, shared)
                         warpgroup.wait_group(1)
                         self._p(g, t, acc_s, shared, stage, m * geo.tile_q, cut, scale)
                         if const_expr(geo.dk):
@@ -482,18 +485,23 @@ class Backward:
 
     @cute.jit
     def _share(self, g, thread, ds, shared, mmas, store):
-        """Put this warpgroup's dS^T beside the other's, once both have read the last one; see that dQ's way is free."""
+        """Put this warpgroup's dS^T beside the other's, once both have read the last one."""
         copy = cute.make_tiled_copy_C(store, mmas.s).get_slice(thread)
         cute.arch.barrier(barrier_id=DS_FREE + g, number_of_threads=CONSUMERS)
         cute.copy(store, copy.retile(ds), copy.partition_D(turned(shared.ds))[None, None, None, 0])
         cute.arch.fence_view_async_shared()
-        if thread % WARPGROUP == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last dQ tile has left shared memory
         cute.arch.barrier(barrier_id=DS_FULL, number_of_threads=CONSUMERS)
 
     @cute.jit
-    def _add_dq(self, g, t, tile, acc, dq_acc, shared):
-        """Add this warpgroup's part of one dQ tile to dq_acc through shared memory."""
+    def _await_room(self, g, t):
+        """Wait until the last dQ tile has left shared memory."""
+        if t == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=STAGED + g, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def _stage_dq(self, g, t, acc, shared):
+        """Put this warpgroup's part of one dQ tile in shared memory."""
         half, count = self.geo.tile_q * self.geo.d_qk // 2, cute.size(acc)
         source = cute.make_tensor(acc.iterator, cute.make_layout((4, count // 4)))
         target = cute.make_tensor(
@@ -501,6 +509,11 @@ class Backward:
             cute.make_layout((4, count // 4), stride=(1, 4 * WARPGROUP)),
         )
         cute.autovec_copy(source, target)
+
+    @cute.jit
+    def _add_dq(self, g, t, tile, dq_acc, shared):
+        """Let the copy engine add what was staged to dq_acc."""
+        half = self.geo.tile_q * self.geo.d_qk // 2
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=STAGED + g, number_of_threads=WARPGROUP)
         if t == 0:
@@ -511,9 +524,7 @@ class Backward:
 def row_pairs(stats, which, stage, rows):
     """A statistic of the two query rows a thread holds in each group of 8: (2, rows / 8)."""
     at = cute.assume(2 * (cute.arch.lane_idx() % 4), divby=2)
-    return cute.make_tensor(
-        stats[None, which, stage].iterator + at, cute.make_layout((2, rows // 8), stride=(1, 8))
-    )
+    return cute.make_tensor(stats[None, which, stage].iterator + at, cute.make_layout((2, rows // 8), stride=(1, 8)))
 
 
 @cute.jit
@@ -533,14 +544,6 @@ def cleared():
 
 
 @cute.jit
-def chain_part(mma, acc, a, b, stage, first: cutlass.Constexpr, last: cutlass.Constexpr):
-    """acc += A B over k-blocks first to last."""
-    mma = own(mma, True)
-    for k in cutlass.range_constexpr(first, last):
-        cute.gemm(mma, acc, a[None, None, k, 0], b[None, None, k, stage], acc)
-
-
-@cute.jit
 def bulk_load(target, source, nbytes: cutlass.Constexpr, bar):
     """One thread copies nbytes to shared memory, counted by an mbarrier."""
     with cute.arch.elect_one():
@@ -557,4 +560,3 @@ def bulk_add(target, source, nbytes: cutlass.Constexpr):
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[target.toint(), source.toint(), Int32(nbytes)],
     )
-

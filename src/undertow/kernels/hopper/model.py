@@ -52,11 +52,6 @@ def reduction(nbytes: int, live: int, ghz: float, sms: int) -> float:
     return nbytes * sms / (IN_L2 if live <= L2_BYTES else BEYOND_L2) * ghz * 1e9
 
 
-def part(cost: Cost, share: float) -> Cost:
-    """A share of a product."""
-    return Cost(cost.clocks * share, cost.nbytes * share)
-
-
 def beside(tensor: Cost, *others: Cost) -> Cost:
     """The tensor cores beside other units that follow one another; all share the shared memory."""
     nbytes = tensor.nbytes + sum(o.nbytes for o in others)
@@ -66,9 +61,10 @@ def beside(tensor: Cost, *others: Cost) -> Cost:
 def clocks(geometry: Geometry, *, live: int = 0, ghz: float = 1.75, sms: int = 132) -> dict[str, float]:
     """Clocks of one step of the plan by phase, and of what bounds it: "step" is the largest of the bounds.
 
-    "scores" is S and the exponentials, "gradients" dP, dV and dS, "dq" dQ and its way out; "phases" their sum. "shared"
-    is all traffic of shared memory, the copies in and out included, "tensor" all products, "reduction" the sums of dQ
-    in global memory while `live` bytes of it are in flight. A plan of several kernels is the sum of its steps.
+    "scores" is S and the exponentials, "gradients" dP, dV and dS, "dq" dQ and its way out, which `late` moves beside S;
+    "phases" their sum. "shared" is all traffic of shared memory, the copies in and out included, "tensor" all products,
+    "reduction" the sums of dQ in global memory while `live` bytes of it are in flight. A plan of several kernels is the
+    sum of its steps.
     """
     plans = [_main(g, live, ghz, sms) if kind == "main" else _dq(g) for kind, g in launches(geometry)]
     return {name: sum(plan.get(name, 0.0) for plan in plans) for name in plans[0]}
@@ -80,19 +76,19 @@ def _main(g: Geometry, live: int, ghz: float, sms: int) -> dict[str, float]:
     dv = product(v, g.tile_q, registers=True) if g.dv else Cost(0, 0)
     dk = product(qk, g.tile_q, registers=not g.dq) if g.dk else Cost(0, 0)
     p = exponentials(elements)
-    early = min(1.0, 16 * g.early / g.tile_q) if g.dq else 0.0
-    late = dk if g.dk else dv  # what is left for the exponentials to run beside
+    last = dk if g.dk else dv  # what the exponentials run beside
+    out = Cost(0, 4 * g.tile_q * qk if g.dq else 0)
     ds = Cost(elements * DS_SLOTS / ISSUE_RATE if g.dk else 0, 0)
     share = Cost(0, elements * ITEM if g.dq else 0)
     parts = {
-        "scores": (s, beside(part(late, 1 - early), p)),
+        "scores": (beside(s, out) if g.late else s, beside(last, p)),
         "gradients": (dp, beside(dv, ds, share)) if g.dk else (),
         "dq": (),
     }
     tensor = s.clocks + dp.clocks + dv.clocks + dk.clocks
     if g.dq:
-        dq, out = product(g.dq_columns, g.tile_kv), Cost(0, 4 * g.tile_q * qk)
-        parts["dq"] = (dq, beside(part(dk, early), out))
+        dq = product(g.dq_columns, g.tile_kv)
+        parts["dq"] = (dq,) if g.late else (dq, out)
         tensor += dq.clocks
     phases = {name: sum(c.alone for c in costs) for name, costs in parts.items()}
     copies = ITEM * g.tile_q * (qk + v) + (4 * g.tile_q * qk if g.dq else 0)

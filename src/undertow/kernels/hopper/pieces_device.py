@@ -284,9 +284,9 @@ def clear(s, stage, first, thread, threads: cutlass.Constexpr):
 
 
 @cute.jit
-def chain(mma, acc, a, b, stage):
-    """acc = A B over every k-block, A and B in shared memory, B in a ring."""
-    mma = own(mma, False)
+def chain(mma, acc, a, b, stage, more: cutlass.Constexpr = False):
+    """acc = A B, or with `more` acc += A B, over every k-block, A and B in shared memory, B in a ring."""
+    mma = own(mma, more)
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
         cute.gemm(mma, acc, a[None, None, k, 0], b[None, None, k, stage], acc)
         mma.set(Field.ACCUMULATE, True)
