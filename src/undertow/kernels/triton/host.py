@@ -23,7 +23,7 @@ from .backward_device import APART, FLAT, ONE_SWEEP, dkdv_kernel, dq_kernel
 from .chunks_device import Blocks, Seqs, Window
 from .configs import entries, programs
 from .forward_device import forward_kernel
-from .preprocess_device import Deltas, delta_kernel, list_tiles_kernel, round_dq_kernel
+from .preprocess_device import delta_kernel, list_tiles_kernel, round_dq_kernel
 
 if settings().triton_interpret:
     from . import interpreter
@@ -83,8 +83,7 @@ def backward_launches(problem: Problem, config: Config, tensors: Tensors, scratc
     if dq_acc is None:
         rows = tuple(view(plane, lse_axes(problem)) for plane in scratch["row_values"].unbind(0))
         count, blocks = _grid(problem, dq, "q", scratch.get("tiles_q"))
-        out, dout, lse, *deltas = _delta_args(problem, tensors, scratch)
-        args = (*_views(problem, tensors, "q k v"), out, dout, lse, Deltas(*deltas), rows)
+        args = (*_views(problem, tensors, "q k v"), *_delta_args(problem, tensors, scratch), rows)
         args = (*args, *_views(problem, tensors, "dq"), *_math(problem, tensors), blocks)
         yield Launch("dq", dq_kernel, count, args, _meta(problem, dq, tensors) | {"LOOPS": loops(dq)})
     count, blocks = _grid(problem, dkdv, "k", scratch.get("tiles_k"))

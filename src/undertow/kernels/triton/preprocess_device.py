@@ -1,7 +1,5 @@
 """D = rowsum(dO * O) before or in the main kernels, lists of tiles, and the rounding of dQ after the fused one."""
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -17,16 +15,6 @@ from .chunks_device import (
     segment,
     store_tile,
 )
-
-
-class Deltas(NamedTuple):
-    """What row_deltas reads beside out and dout, and writes; None where the problem has it not."""
-
-    dlse: Any
-    given: Any
-    sink: Any
-    delta: Any
-    dsink_rows: Any
 
 
 @triton.jit
