@@ -371,9 +371,6 @@ class Backward:
                             warpgroup.fence()
                             chain(mmas.dq, acc_dq, f_ds, f_kt, 0)
                             warpgroup.commit_group()
-                            self._await_room(g, t)
-                            warpgroup.wait_group(0)
-                            cute.arch.barrier_arrive(barrier_id=DS_FREE + 1 - g, number_of_threads=CONSUMERS)
                             self._stage_dq(g, t, acc_dq, shared)
                             if const_expr(not geo.late):
                                 self._add_dq(g, t, tile, dq_acc, shared)
@@ -493,15 +490,13 @@ class Backward:
         cute.arch.barrier(barrier_id=DS_FULL, number_of_threads=CONSUMERS)
 
     @cute.jit
-    def _await_room(self, g, t):
-        """Wait until the last dQ tile has left shared memory."""
+    def _stage_dq(self, g, t, acc, shared):
+        """Put this warpgroup's part of one dQ tile in shared memory, once the last one has left it; dS is free then."""
         if t == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=STAGED + g, number_of_threads=WARPGROUP)
-
-    @cute.jit
-    def _stage_dq(self, g, t, acc, shared):
-        """Put this warpgroup's part of one dQ tile in shared memory."""
+        warpgroup.wait_group(0)
+        cute.arch.barrier_arrive(barrier_id=DS_FREE + 1 - g, number_of_threads=CONSUMERS)
         half, count = self.geo.tile_q * self.geo.d_qk // 2, cute.size(acc)
         source = cute.make_tensor(acc.iterator, cute.make_layout((4, count // 4)))
         target = cute.make_tensor(

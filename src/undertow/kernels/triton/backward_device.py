@@ -244,9 +244,9 @@ def sweep_keys_dq(dq_acc, q_tile, do_tile, lse2_i, delta_i, k, v, k_rows, v_rows
 
 
 @triton.jit
-def dq_kernel(q, k, v, out, dout, lse, dlse, given, sink, delta, dsink_rows, row_values, dq, seqs_q, seqs_k,
-              window, scale, softcap, blocks, GROUP: tl.constexpr, LOOPS: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
+def dq_kernel(q, k, v, out, dout, lse, deltas, row_values, dq, seqs_q, seqs_k, window, scale, softcap, blocks,
+              GROUP: tl.constexpr, LOOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+              HEAD_DIM_QK: tl.constexpr, QK_LO: tl.constexpr, QK_HI: tl.constexpr,
               HEAD_DIM_V: tl.constexpr, V_LO: tl.constexpr, V_HI: tl.constexpr,
               TOP_LEFT: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dq of one query tile, owned by this program: no accumulator in memory, bitwise reproducible.
@@ -254,7 +254,7 @@ def dq_kernel(q, k, v, out, dout, lse, dlse, given, sink, delta, dsink_rows, row
     Grid: see Blocks, query tiles * nheads_q * batch. Writes every row of dq once, rows of gaps as 0; what row_deltas
     does; and row_values, (LSE * log2(e), delta) by whole tiles, fp32, for dkdv_kernel: (inf, 0) of rows without keys.
     """
-    deltas = (dlse, given, sink, delta, dsink_rows)  # here: triton 3.6 loses strides of 1 of a tuple that is passed in
+    deltas = (deltas[0], deltas[1], deltas[2], deltas[3], deltas[4])  # anew: triton 3.6 lost types of strides of 1
     m_block, h, b, m_blocks = locate(blocks)
     if b < 0:
         return

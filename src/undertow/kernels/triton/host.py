@@ -83,7 +83,8 @@ def backward_launches(problem: Problem, config: Config, tensors: Tensors, scratc
     if dq_acc is None:
         rows = tuple(view(plane, lse_axes(problem)) for plane in scratch["row_values"].unbind(0))
         count, blocks = _grid(problem, dq, "q", scratch.get("tiles_q"))
-        args = (*_views(problem, tensors, "q k v"), *_delta_args(problem, tensors, scratch), rows)
+        out, dout, lse, *deltas = _delta_args(problem, tensors, scratch)
+        args = (*_views(problem, tensors, "q k v"), out, dout, lse, tuple(deltas), rows)
         args = (*args, *_views(problem, tensors, "dq"), *_math(problem, tensors), blocks)
         yield Launch("dq", dq_kernel, count, args, _meta(problem, dq, tensors) | {"LOOPS": loops(dq)})
     count, blocks = _grid(problem, dkdv, "k", scratch.get("tiles_k"))
